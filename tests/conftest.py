@@ -25,6 +25,8 @@ def device(request) -> str:
 def form(request, monkeypatch) -> str:
     """Of packed weights in memory: as files have them, or what kernels of a GPU read, on a CPU too."""
 
+    from hf_kbit.weight import scalar  # not at the top: Triton reads what is set there
+
     if request.param == "tiles":
         monkeypatch.setattr(scalar, "reads_tiles", lambda device: device.type == "cpu")
     return request.param

@@ -46,17 +46,18 @@ def test_parts_cannot_be_seen(size, stands_out, transform, monkeypatch):
         weight[1, 40, 7] = 1000 * size
     how = codebooks.optimal(4, signed=transform == "rotated"), True, transform
     expected = quantize_weight(weight.reshape(150, 70), *how)
-    assert (expected.tensors.get("weight_columns") is not None) == expected.decoding.transformed == (transform == "rotated")
+    assert ("weight_columns" in expected.tensors) == expected.decoding.transformed == (transform == "rotated")
     before = weight.clone()
     for numbers in (1, 7 * 70, 1 << 30):
         monkeypatch.setattr(module, "_SLICE_ON_CPU", numbers)
         for given in (weight.requires_grad_(), weight.mT.contiguous().mT, MadeAnew(weight.detach())):
             found = quantize_weight(given, *how)
-            assert found.decoding == expected.decoding and found.tensors["weight"].shape[:2] == found.tensors["weight_absmax"].shape[:2] == (3, 50)
-            assert torch.equal(found.tensors["weight"].view(150, -1), expected.tensors["weight"]) and not found.tensors["weight"].requires_grad
-            assert torch.equal(found.tensors["weight_absmax"].view(150, -1), expected.tensors["weight_absmax"])
-            assert found.tensors.get("weight_columns") is None or torch.equal(found.tensors.get("weight_columns"), expected.tensors.get("weight_columns"))
-        stored = [Rows(given, expected.tensors.get("weight_columns"), "weight").weight for given in (weight, weight.mT.contiguous().mT)]
+            assert found.decoding == expected.decoding and found.tensors.keys() == expected.tensors.keys()
+            for name, tensor in found.tensors.items():
+                assert torch.equal(tensor.view(expected.tensors[name].shape), expected.tensors[name])
+                assert not tensor.requires_grad and (name == "weight_columns" or tensor.shape[:2] == (3, 50))
+        columns = expected.tensors.get("weight_columns")
+        stored = [Rows(given, columns, "weight").weight for given in (weight, weight.mT.contiguous().mT)]
         assert torch.equal(*stored) and torch.equal(weight, before)
 
 
@@ -108,7 +109,7 @@ def test_huge_weights_are_not_transformed(dtype):
     for times, transform in ((1.0, "rotated"), (1.01, "none")):
         packed = quantize_weight(weight * times, LEVELS, search=False, transform="rotated")
         assert packed.decoding.transform == transform
-        assert (packed.tensors.get("weight_columns") is None) == (transform == "none") == (not packed.decoding.transformed)
+        assert ("weight_columns" in packed.tensors) == (transform != "none") == packed.decoding.transformed
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS)
@@ -156,9 +157,10 @@ def test_with_its_own_column_scales_a_decoded_weight_is_quantized_to_the_same_co
     weight = torch.randn(64, 100, generator=generator) * torch.exp2(torch.randn(100, generator=generator))
     packed = quantize_weight(weight, levels, search=True, transform="rotated")
     dense = decoded(weight, "rotated", levels)
-    assert not torch.equal(balance(dense), packed.tensors.get("weight_columns")), "or this would prove nothing"
-    again = quantize_weight(dense, levels, search=True, transform="rotated", columns=packed.tensors.get("weight_columns"))
-    assert torch.equal(again.tensors.get("weight_columns"), packed.tensors.get("weight_columns"))
+    columns = packed.tensors["weight_columns"]
+    assert not torch.equal(balance(dense), columns), "or this would prove nothing"
+    again = quantize_weight(dense, levels, search=True, transform="rotated", columns=columns)
+    assert torch.equal(again.tensors["weight_columns"], columns)
     assert (again.tensors["weight"] != packed.tensors["weight"]).float().mean() < 0.04
 
 

@@ -339,7 +339,7 @@ def test_layers_of_one_tensor_of_the_checkpoint(tmp_path, name, left):
     assert len(layers) > 8 and not any(part in own for own in layers for part in left)
     for own, layer in layers.items():
         packed = layer.quantize(dense_weight(original, own, layer).detach())
-        assert torch.equal(layer.weight.words, packed.tensors["weight"]) and torch.equal(layer.weight.absmax, packed.tensors["weight_absmax"]), own
+        assert all(torch.equal(layer.packed[part], tensor) for part, tensor in packed.tensors.items()), own
     for own, parameter in model.named_parameters():
         if not isinstance(parameter, KbitTensor):
             assert torch.equal(parameter, original.get_parameter(own)), own

@@ -179,9 +179,8 @@ def test_any_eighteen_octaves(least, most):
     values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6] * 2, dtype=torch.float64) * torch.tensor([1] * 8 + [-1] * 8)
     halves = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
     expected = (values[halves.int()] * torch.exp2(scales.double() - 127)[..., None]).flatten(-2)
-    found = torch.ops.hf_kbit.dequantize(
-        packed.tensors["weight"], packed.tensors["weight_absmax"], packed.decoding.codebook("cpu"), [5, 96], torch.float32
-    )
+    codebook = packed.decoding.codebook("cpu")
+    found = torch.ops.hf_kbit.dequantize(*packed.tensors.values(), codebook, [5, 96], torch.float32)
     assert torch.equal(found.double(), expected)
     assert torch.equal(mxfp4.dense(stored, "down_proj", torch.float32).double(), expected)
 
