@@ -93,7 +93,9 @@ def values(window: torch.Tensor, code: str) -> torch.Tensor:
 
 
 def inner(trellis: torch.Tensor, code: str) -> torch.Tensor:
-    """float16 ``[N, K]``: the weight between the rotations, with memory for some of its tiles besides."""
+    """float16 ``[*, N, K]``: the weight between the rotations, with memory for some of its tiles besides."""
+    if trellis.dim() > 3:
+        return torch.stack([inner(each, code) for each in trellis])
     bits_of(trellis)
     across, down, _ = trellis.shape
     weight = torch.empty((TILE * down, TILE * across), dtype=torch.float16, device=trellis.device)

@@ -15,11 +15,11 @@ OPS = torch.ops.hf_kbit
 _GEMM, _GEMM_INFERENCE, _GEMM_INT8 = OPS.gemm.default, OPS.gemm_inference.default, OPS.gemm_int8.default
 
 
-def _register(name: str, setup_context, backward) -> None:
+def register(name: str, setup_context, backward) -> None:
     torch.library.register_autograd(f"hf_kbit::{name}", backward, setup_context=setup_context, lib=LIBRARY)
 
 
-def _check_can_train(weight: torch.Tensor) -> None:
+def check_can_train(weight: torch.Tensor) -> None:
     if weight.is_inference():
         raise ValueError(
             "weight: found one that was made under torch.inference_mode(), expected a normal tensor where gradients "
@@ -27,7 +27,7 @@ def _check_can_train(weight: torch.Tensor) -> None:
         )
 
 
-def _wide(tensor: torch.Tensor) -> torch.dtype:
+def wide(tensor: torch.Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
@@ -38,7 +38,7 @@ def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotat
     """``gemm`` by the op for these inputs: that with gradients only where one is wanted."""
     if forward_ad._current_level >= 0:
         how = out_features, columns, rotated
-        return _with_tangents(lambda x, bias: OPS.gemm(x, weight, absmax, codebook, bias, *how), x, bias)
+        return with_tangents(lambda x, bias: OPS.gemm(x, weight, absmax, codebook, bias, *how), x, bias)
     wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
     op = _GEMM if wanted else _GEMM_INFERENCE
     return op(x, weight, absmax, codebook, bias, out_features, columns, rotated)
@@ -58,7 +58,7 @@ def can_round(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     return not wanted and forward_ad._current_level < 0 and x.dtype != torch.float64
 
 
-def _with_tangents(multiply, x, bias=None):
+def with_tangents(multiply, x, bias=None):
     """``multiply(x, bias)``, and its tangent where x or bias has one, which the ops know nothing of."""
     if forward_ad._current_level < 0:
         return multiply(x, bias)
@@ -74,7 +74,7 @@ def _with_tangents(multiply, x, bias=None):
 
 def _gemm_setup_context(ctx, inputs, output):
     x, *packed, _, out_features, columns, ctx.rotated = inputs
-    _check_can_train(packed[0])
+    check_can_train(packed[0])
     ctx.save_for_backward(*packed, columns)
     ctx.shape = [out_features, x.shape[-1]]
 
@@ -84,7 +84,7 @@ def _gemm_backward(ctx, grad):
     if ctx.needs_input_grad[0]:
         *packed, columns = ctx.saved_tensors
         how = *packed, ctx.shape, columns, ctx.rotated
-        grad_x = _with_tangents(lambda grad, _: OPS.gemm_gradient(grad, *how), grad)
+        grad_x = with_tangents(lambda grad, _: OPS.gemm_gradient(grad, *how), grad)
     if ctx.needs_input_grad[4]:
         grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
     return grad_x, None, None, None, grad_bias, None, None, None
@@ -101,8 +101,8 @@ def _gradient_backward(ctx, grad):
     return product(grad, *packed, None, ctx.shape[0], columns, ctx.rotated), *(None,) * 6
 
 
-_register("gemm", _gemm_setup_context, _gemm_backward)
-_register("gemm_gradient", _gradient_setup_context, _gradient_backward)
+register("gemm", _gemm_setup_context, _gemm_backward)
+register("gemm_gradient", _gradient_setup_context, _gradient_backward)
 
 
 # --- experts --------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ _register("gemm_gradient", _gradient_setup_context, _gradient_backward)
 
 def _experts_setup_context(ctx, inputs, output):
     x, *packed, _, rows, offsets, out_features, columns, ctx.rotated, ctx.swiglu = inputs
-    _check_can_train(packed[0])
+    check_can_train(packed[0])
     ctx.save_for_backward(*packed, offsets, columns, rows, x if ctx.swiglu else None)
     ctx.shape, ctx.tokens = [out_features, x.shape[1] // (2 if ctx.swiglu else 1)], x.shape[0]
 
@@ -120,22 +120,39 @@ def _experts_backward(ctx, grad):
     *packed, offsets, columns, rows, x = ctx.saved_tensors
     if ctx.needs_input_grad[0]:
         grad_x = OPS.gemm_experts_gradient(grad, *packed, offsets, ctx.shape, columns, ctx.rotated)
-        if rows is not None:  # index_put adds up in one order, on GPUs too, as index_add does not
-            zeros = grad_x.new_zeros((ctx.tokens, ctx.shape[1]), dtype=_wide(grad))
-            grad_x = zeros.index_put((rows,), grad_x.to(zeros.dtype), accumulate=True).to(grad.dtype)
+        grad_x = to_tokens(grad_x, rows, ctx.tokens)
         if ctx.swiglu:
-            grad_x = _swiglu_backward(x, grad_x)
+            grad_x = swiglu_backward(x, grad_x)
     if ctx.needs_input_grad[4]:
-        experts = offsets.shape[0] - 1
-        places = torch.arange(grad.shape[0], dtype=torch.int32, device=grad.device)
-        owners = torch.searchsorted(offsets[1:], places, right=True)  # `experts`: none
-        zeros = grad.new_zeros((experts + 1, ctx.shape[0]), dtype=_wide(grad))
-        grad_bias = zeros.index_put((owners,), grad.to(zeros.dtype), accumulate=True)[:experts].to(grad.dtype)
+        grad_bias = to_experts(grad, offsets)
     return grad_x, None, None, None, grad_bias, *(None,) * 6
 
 
-def _swiglu_backward(x, grad):
-    gate, up = x.to(_wide(x)).chunk(2, dim=-1)
+def to_tokens(grad: torch.Tensor, rows: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """Gradients of rows, added up for the tokens that they are of."""
+    if rows is None:
+        return grad
+    # index_put adds up in one order, on GPUs too, as index_add does not.
+    zeros = grad.new_zeros((tokens, grad.shape[1]), dtype=wide(grad))
+    return zeros.index_put((rows,), grad.to(zeros.dtype), accumulate=True).to(grad.dtype)
+
+
+def owners_of(rows: int, offsets: torch.Tensor) -> torch.Tensor:
+    """The expert of each row, or how many experts there are for those of none."""
+    places = torch.arange(rows, dtype=torch.int32, device=offsets.device)
+    return torch.searchsorted(offsets[1:], places, right=True)
+
+
+def to_experts(grad: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Gradients of rows, added up for the expert that they are of: those of biases."""
+    experts = offsets.shape[0] - 1
+    zeros = grad.new_zeros((experts + 1, grad.shape[1]), dtype=wide(grad))
+    owners = owners_of(len(grad), offsets)
+    return zeros.index_put((owners,), grad.to(zeros.dtype), accumulate=True)[:experts].to(grad.dtype)
+
+
+def swiglu_backward(x, grad):
+    gate, up = x.to(wide(x)).chunk(2, dim=-1)
     portion = torch.sigmoid(gate)
     along_gate = grad * up * portion * (1 + gate * (1 - portion))
     return torch.cat([along_gate, grad * gate * portion], dim=-1).to(x.dtype)
@@ -154,19 +171,19 @@ def _combine_setup_context(ctx, inputs, output):
 def _combine_backward(ctx, grad):
     y, places, weights = ctx.saved_tensors
     grad_y = grad_weights = None
-    wide = _wide(y)
+    dtype = wide(y)
     if ctx.needs_input_grad[0]:
-        of_places = weights.to(wide)[..., None] * grad.to(wide)[:, None]
+        of_places = weights.to(dtype)[..., None] * grad.to(dtype)[:, None]
         # Each place is that of one token and expert, so nothing is added up.
         grad_y = torch.zeros_like(y).index_put((places.flatten(),), of_places.flatten(0, 1).to(y.dtype))
     if ctx.needs_input_grad[2]:
-        grad_weights = (y[places].to(wide) * grad.to(wide)[:, None]).sum(-1).to(weights.dtype)
+        grad_weights = (y[places].to(dtype) * grad.to(dtype)[:, None]).sum(-1).to(weights.dtype)
     return grad_y, None, grad_weights
 
 
-_register("gemm_experts", _experts_setup_context, _experts_backward)
-_register("gemm_experts_gradient", _gradient_setup_context, _experts_gradient_backward)
-_register("combine_experts", _combine_setup_context, _combine_backward)
+register("gemm_experts", _experts_setup_context, _experts_backward)
+register("gemm_experts_gradient", _gradient_setup_context, _experts_gradient_backward)
+register("combine_experts", _combine_setup_context, _combine_backward)
 
 
 # --- operations -----------------------------------------------------------------------------------

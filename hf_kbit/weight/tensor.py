@@ -122,8 +122,9 @@ class KbitTensor(torch.Tensor):
     def of(packed: Packed, shape: Sequence[int], dtype: torch.dtype, tiles: bool = True) -> "KbitTensor":
         """A weight ``[*lead, N, K]`` of packed tensors, where these are, in the form that is read there."""
         kind = KINDS[type(packed.decoding)]
-        parts = {"kind": kind, "matrix": tuple(shape[-2:]), **kind.parts_of(packed.tensors, packed.decoding)}
-        return kind(tuple(shape), parts, packed.decoding, dtype, tiles).settled()
+        decoding, parts = packed.decoding, {"kind": kind, "matrix": tuple(shape[-2:])}
+        parts |= kind.parts_of(packed.tensors, decoding) | kind.settings(decoding)
+        return kind(tuple(shape), parts, decoding, dtype, tiles).settled()
 
     @staticmethod
     def empty(
@@ -165,6 +166,11 @@ class KbitTensor(torch.Tensor):
     @abstractmethod
     def parts_of(cls, tensors: Mapping[str, torch.Tensor], decoding: Decoding) -> dict[str, torch.Tensor | None]:
         """These, of tensors as files have them."""
+
+    @classmethod
+    def settings(cls, decoding: Decoding) -> dict[str, Any]:
+        """What ``parts`` has of a decoding, for products."""
+        return {}
 
     @property
     @abstractmethod
@@ -330,7 +336,7 @@ class KbitTensor(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(inner, form, outer_size, outer_stride):
         others = dict.fromkeys(form.kind.files.keys() - inner.keys())
-        parts = {"kind": form.kind, "matrix": form.matrix, **others, **inner}
+        parts = {"kind": form.kind, "matrix": form.matrix, **form.kind.settings(form.decoding), **others, **inner}
         return form.kind(outer_size, parts, form.decoding, form.dtype, form.tiles)
 
     def __repr__(self, *, tensor_contents=None):
@@ -426,7 +432,8 @@ def as_parameter(weight: KbitTensor) -> nn.Parameter:
 
 def _rebuild(tensors, bits, how, shape, dtype, tiles, is_parameter):
     """What a pickle makes a weight of."""
-    (kind,) = (each for each in KINDS if each.kind == how.pop("kind"))
+    word = how.pop("kind")
+    (kind,) = (each for each in KINDS if each.kind == word)
     made = KbitTensor.of(Packed(tensors, kind.from_dict(how, bits, WEIGHT)), shape, dtype, tiles)
     return as_parameter(made) if is_parameter else made
 

@@ -243,6 +243,7 @@ def _(func, into, source, non_blocking=False):
     for name in into.form.names:
         into.parts[name].copy_(made.parts[name])
     into.parts.pop("inverses", None)
+    into.parts.update(into.settings(source.decoding))
     into.decoding = source.decoding
     return into
 

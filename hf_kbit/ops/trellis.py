@@ -1,0 +1,277 @@
+"""Products by a weight that has a trellis: what is between its rotations is decoded, and torch multiplies by it.
+
+    y = rotate(rotate(x * suh) @ inner.T) * svh + bias
+
+Inputs and outputs are rotated rather than the weight, which is larger. The gradient of x is the same with the two
+sides exchanged. Both decode again, so that no dense weight stays in memory between them.
+
+Here ``words`` are int16 ``[*, N / 16, K / 16, 16 * bits]``, any strides: the trellis of a file with its first two
+dimensions exchanged, so that rows come first. ``shape`` is ``(N, K)`` without the padding, ``block`` that of the
+rotations (``format.trellis.TrellisDecoding``). Of experts all tensors have further dimensions in front: E, and how
+many matrices lie one below the other.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import register_flop_formula
+
+from hf_kbit.format.trellis import inner, rotate
+from hf_kbit.ops import native
+from hf_kbit.ops.autograd import (
+    check_can_train,
+    owners_of,
+    register,
+    swiglu_backward,
+    to_experts,
+    to_tokens,
+    wide,
+    with_tangents,
+)
+from hf_kbit.ops.grouped import grouped_product, has_grouped_product
+from hf_kbit.ops.table import LIBRARY
+
+OPS = torch.ops.hf_kbit
+_WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
+
+
+def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
+    """``x @ W.T + bias``, x floating ``[*, K]``; differentiable in x and bias."""
+    _check_can_multiply()
+    how = words, suh, svh, list(shape), code, block
+    return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
+
+
+def experts_product(x, bias, rows, offsets, words, suh, svh, shape, code: str, block: int, swiglu: bool):
+    """As ``ops.gemm_experts``."""
+    _check_can_multiply()
+    return OPS.gemm_experts_trellis(x, bias, rows, offsets, words, suh, svh, list(shape), code, block, swiglu)
+
+
+def _check_can_multiply() -> None:
+    if native.batch_invariant:
+        raise ValueError(
+            "set_batch_invariant: found a weight that has a trellis, whose product torch adds up in an order of its "
+            "own, expected scalar weights"
+        )
+
+
+def _op(schema: str, shape) -> Callable:
+    """Defines an op with one result, of x's dtype or of the one that is asked for; ``shape`` says which shape."""
+    name = schema.partition("(")[0]
+
+    def define(run: Callable) -> Callable:
+        LIBRARY.define(schema)
+        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+
+        @torch.library.register_fake(f"hf_kbit::{name}", lib=LIBRARY)
+        def _(first, *others, **named):
+            dtype = others[-1] if isinstance(others[-1], torch.dtype) else first.dtype
+            return first.new_empty(shape(first, *others, **named), dtype=dtype)
+
+        return run
+
+    return define
+
+
+# --- the sides ------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _hadamard(block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    with torch.inference_mode(False):
+        return rotate(torch.eye(block, dtype=dtype), block).to(device)
+
+
+def _rotated(x: torch.Tensor, block: int) -> torch.Tensor:
+    return (x.unflatten(-1, (-1, block)) @ _hadamard(block, x.dtype, x.device)).flatten(-2)
+
+
+def _multiplied(x, first, matrix, second, block: int, size: int) -> torch.Tensor:
+    """``[*, size]``, at least float32: x through one side, a matrix in the dtype of x, and the other side."""
+    dtype, unit = wide(x), 2.0 ** -round(math.log2(len(first)) / 2)  # so that float16 holds the results
+    x = F.pad(x, (0, len(first) - x.shape[-1])).to(dtype) * first
+    y = (_rotated(x, block) * unit).to(matrix.dtype) @ matrix
+    return (_rotated(y.to(dtype), block) * (second / unit))[..., :size]
+
+
+def _inner(words: torch.Tensor, code: str, dtype: torch.dtype) -> torch.Tensor:
+    """``[*, N, K]``, padded: the weight between the rotations."""
+    return inner(words.transpose(-3, -2), code).to(dtype)
+
+
+@_op(
+    f"dequantize_trellis({_WEIGHT}, ScalarType dtype) -> Tensor",
+    lambda words, _suh, _svh, shape, *_: _shape(words, shape),
+)
+def dequantize(words, suh, svh, shape, code, block, dtype):
+    """The weight ``[*, N, K]``, computed in float32, or in float64 for that."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    weight = _rotated(_inner(words, code, exact), block) * suh.to(exact)[..., None, :]
+    weight = _rotated(weight.mT, block).mT * svh.to(exact)[..., None]
+    whole = _shape(words, shape)
+    rows = shape[0] // (words.shape[-4] if words.dim() == 5 else 1)
+    return weight[..., :rows, : shape[1]].reshape(whole).to(dtype)
+
+
+def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
+    return [*words.shape[: min(words.dim() - 3, 1)], *shape]
+
+
+# --- a matrix -------------------------------------------------------------------------------------
+
+
+@_op(
+    f"gemm_trellis(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
+    lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
+)
+def _(x, bias, words, suh, svh, shape, code, block):
+    y = _multiplied(x, suh, _inner(words, code, x.dtype).mT, svh, block, shape[0])
+    return (y if bias is None else y + bias).to(x.dtype)
+
+
+@_op(
+    f"gemm_trellis_gradient(Tensor grad, {_WEIGHT}) -> Tensor",
+    lambda grad, w, u, v, shape, *_: (*grad.shape[:-1], shape[1]),
+)
+def _(grad, words, suh, svh, shape, code, block):
+    return _multiplied(grad, svh, _inner(words, code, grad.dtype), suh, block, shape[1]).to(grad.dtype)
+
+
+def _gemm_setup_context(ctx, inputs, output):
+    _, _, *packed, ctx.shape, ctx.code, ctx.block = inputs
+    check_can_train(packed[0])
+    ctx.save_for_backward(*packed)
+
+
+def _gemm_backward(ctx, grad):
+    grad_x = grad_bias = None
+    if ctx.needs_input_grad[0]:
+        how = *ctx.saved_tensors, ctx.shape, ctx.code, ctx.block
+        grad_x = with_tangents(lambda grad, _: OPS.gemm_trellis_gradient(grad, *how), grad)
+    if ctx.needs_input_grad[1]:
+        grad_bias = grad.reshape(-1, ctx.shape[0]).sum(dim=0)
+    return grad_x, grad_bias, *(None,) * 6
+
+
+def _gradient_setup_context(ctx, inputs, output):
+    _, *packed, ctx.shape, ctx.code, ctx.block = inputs
+    ctx.save_for_backward(*packed)
+
+
+def _gradient_backward(ctx, grad):
+    return OPS.gemm_trellis(grad, None, *ctx.saved_tensors, ctx.shape, ctx.code, ctx.block), *(None,) * 6
+
+
+register("gemm_trellis", _gemm_setup_context, _gemm_backward)
+register("gemm_trellis_gradient", _gradient_setup_context, _gradient_backward)
+
+
+# --- experts --------------------------------------------------------------------------------------
+
+
+def _of_experts(x, first, words, second, offsets, code: str, block: int, size: int, forward: bool):
+    """``[R, size]`` in float32, for the rows ``[R, k]`` of each expert; zeros for those of none. Several matrices of
+    an expert lie one below the other: forward their results, and backward what goes into them are side by side."""
+    stacked = first.dim() == 3
+    first, second = (each if stacked else each[:, None] for each in (first, second))
+    words = words if words.dim() == 5 else words[:, None]
+    groups = words.shape[1]
+    parts = [x] * groups if forward else x.chunk(groups, -1)
+    made = []
+    for group, part in enumerate(parts):
+        how = first[:, group], words[:, group], second[:, group], code, block, size // groups if forward else size
+        made.append(_in_turn(part, offsets, forward, *how))
+    return torch.cat(made, -1) if forward else sum(made)
+
+
+def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: int, size: int) -> torch.Tensor:
+    if x.is_cuda and has_grouped_product(x):  # nothing waits for the GPU, which may be capturing a graph
+        places = torch.arange(len(x), dtype=offsets.dtype, device=x.device)
+        owners = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(words) - 1)
+        matrices = _inner(words, code, x.dtype)
+        dtype, unit = wide(x), 2.0 ** -round(math.log2(first.shape[-1]) / 2)
+        x = F.pad(x, (0, first.shape[-1] - x.shape[-1])).to(dtype) * first[owners]
+        turned = (_rotated(x, block) * unit).to(matrices.dtype)
+        y = grouped_product(turned, matrices.mT if forward else matrices, None, offsets)
+        return (_rotated(y.to(dtype), block) * (second[owners] / unit))[..., :size]
+    parts, numbers = [], offsets.tolist()
+    for expert, (start, stop) in enumerate(pairwise(numbers)):
+        if stop > start:
+            matrix = _inner(words[expert], code, x.dtype)
+            matrix = matrix.mT if forward else matrix
+            parts.append(_multiplied(x[start:stop], first[expert], matrix, second[expert], block, size))
+    return torch.cat([*parts, x.new_zeros((len(x) - numbers[-1], size), dtype=wide(x))])
+
+
+@_op(
+    f"gemm_experts_trellis(Tensor x, Tensor? bias, Tensor? rows, Tensor offsets, {_WEIGHT}, bool swiglu) -> Tensor",
+    lambda x, _, rows, __, w, u, v, shape, *___: ((x if rows is None else rows).shape[0], shape[0]),
+)
+def _(x, bias, rows, offsets, words, suh, svh, shape, code, block, swiglu):
+    if swiglu:
+        gate, up = x.to(wide(x)).chunk(2, dim=-1)
+        x = (F.silu(gate) * up).to(x.dtype)
+    x = x if rows is None else x[rows]
+    y = _of_experts(x, suh, words, svh, offsets, code, block, shape[0], True)
+    if bias is not None:
+        owners = owners_of(len(x), offsets)
+        y = y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owners]
+    return y.to(x.dtype)
+
+
+@_op(
+    f"gemm_experts_trellis_gradient(Tensor grad, Tensor offsets, {_WEIGHT}) -> Tensor",
+    lambda grad, _, w, u, v, shape, *__: (grad.shape[0], shape[1]),
+)
+def _(grad, offsets, words, suh, svh, shape, code, block):
+    return _of_experts(grad, svh, words, suh, offsets, code, block, shape[1], False).to(grad.dtype)
+
+
+def _experts_setup_context(ctx, inputs, output):
+    x, _, rows, offsets, *packed, ctx.shape, ctx.code, ctx.block, ctx.swiglu = inputs
+    check_can_train(packed[0])
+    ctx.save_for_backward(*packed, offsets, rows, x if ctx.swiglu else None)
+    ctx.tokens = x.shape[0]
+
+
+def _experts_backward(ctx, grad):
+    grad_x = grad_bias = None
+    *packed, offsets, rows, x = ctx.saved_tensors
+    if ctx.needs_input_grad[0]:
+        how = *packed, ctx.shape, ctx.code, ctx.block
+        grad_x = to_tokens(OPS.gemm_experts_trellis_gradient(grad, offsets, *how), rows, ctx.tokens)
+        grad_x = swiglu_backward(x, grad_x) if ctx.swiglu else grad_x
+    if ctx.needs_input_grad[1]:
+        grad_bias = to_experts(grad, offsets)
+    return grad_x, grad_bias, *(None,) * 9
+
+
+def _experts_gradient_setup_context(ctx, inputs, output):
+    _, offsets, *packed, ctx.shape, ctx.code, ctx.block = inputs
+    ctx.save_for_backward(offsets, *packed)
+
+
+def _experts_gradient_backward(ctx, grad):
+    offsets, *packed = ctx.saved_tensors
+    how = *packed, ctx.shape, ctx.code, ctx.block
+    return OPS.gemm_experts_trellis(grad, None, None, offsets, *how, False), *(None,) * 7
+
+
+register("gemm_experts_trellis", _experts_setup_context, _experts_backward)
+register("gemm_experts_trellis_gradient", _experts_gradient_setup_context, _experts_gradient_backward)
+
+
+@register_flop_formula([OPS.gemm_trellis, OPS.gemm_trellis_gradient, OPS.gemm_experts_trellis_gradient])
+def _(x, *_, out_shape=None, **__):
+    return 2 * x[-1] * math.prod(out_shape)
+
+
+@register_flop_formula(OPS.gemm_experts_trellis)
+def _(x, *others, out_shape=None, **_):
+    swiglu = len(others) > 9 and others[9]
+    return 2 * x[-1] // (2 if swiglu else 1) * math.prod(out_shape)
