@@ -13,13 +13,9 @@ from torch import nn
 
 from hf_kbit.calibration.moments import Moments, given
 from hf_kbit.nn.classes import change
-from hf_kbit.nn.experts import (
-    KbitExperts,
-    KbitProjection,
-    arguments,
-    dense_product,
-)
+from hf_kbit.nn.experts import KbitExperts, KbitProjection, arguments
 from hf_kbit.nn.site import Site, put_projection
+from hf_kbit.ops.grouped import dense_product
 
 # Numbers of float32, 4 GiB: in one run of the data the moments of so many experts are added up as take this. Those of
 # Qwen3-30B-A3B, 2048 wide, all 128; of the down projections of Mixtral-8x7B, 14336 wide, two at a time.

@@ -6,7 +6,7 @@ blocks (``ScalarDecoding``, here), or a trellis in tiles (``trellis.TrellisDecod
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,7 @@ class Decoding(ABC):
         transformed: whether columns are scaled, or blocks rotated, before codes are chosen.
         keeps_inputs: why a product takes no 8-bit inputs; "" if it does.
         described: in words, besides the width.
+        read_whole: whether each of several processes that share a weight reads all of it.
     """
 
     kind: str
@@ -63,10 +64,15 @@ class Decoding(ABC):
     transformed: bool
     keeps_inputs: str
     described: str
+    read_whole = False
 
     @abstractmethod
     def layout(self, shape: Sequence[int]) -> Layout:
         """The tensors that files have of a weight ``[*lead, N, K]``."""
+
+    def fault(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """What is wrong with the values of tensors, beginning with the name of one; "" if nothing is."""
+        return ""
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:

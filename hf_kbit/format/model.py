@@ -4,7 +4,7 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_kbit.format import codebooks
@@ -139,6 +139,19 @@ class ModelFormat:
             transform = f" {layer.transform}" if said else ""
             lines.append(f"layer {name} {layer.bits} {layer.exponent} {_hex(layer.levels)}{transform}")
         return hashlib.sha256("".join(f"{line}\n" for line in lines).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+@dataclass(frozen=True)
+class Exl3:
+    """What stands in the place of a ``ModelFormat`` until the headers of an EXL3 folder are read: what its config
+    says."""
+
+    entries: Mapping[str, Any]
+    levels: Mapping[int, codebooks.Levels] = field(default_factory=dict)
+    layers: Mapping[str, Decoding] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {}
 
 
 def check_version(version: object) -> int:

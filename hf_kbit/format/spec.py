@@ -47,10 +47,10 @@ def absmax_shape(out_features: int, in_features: int) -> tuple[int, int]:
     return out_features, num_blocks(in_features)
 
 
-def check_bits(bits: object, name: str = "bits") -> int:
+def check_bits(bits: object, name: str = "bits", among: tuple[int, ...] = BITS) -> int:
     """Returns ``bits`` if it is a width of the format; a ValueError begins with ``name``."""
-    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in BITS:
-        raise ValueError(f"{name}: found {bits!r}, expected one of {', '.join(map(str, BITS))}")
+    if not isinstance(bits, int) or isinstance(bits, bool) or bits not in among:
+        raise ValueError(f"{name}: found {bits!r}, expected one of {', '.join(map(str, among))}")
     return bits
 
 

@@ -107,13 +107,13 @@ def inner(trellis: torch.Tensor, code: str) -> torch.Tensor:
 
 
 def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
-    """float16 ``[16 * n]`` of int16 ``[n]``: what old files have in place of scales. A one is a minus, and the first
-    sign is the lowest bit.
+    """float16 ``[*, 16 * n]`` of int16 ``[*, n]``: what old files have in place of scales. A one is a minus, and the
+    first sign is the lowest bit.
 
     >>> unpack_signs(torch.tensor([6], dtype=torch.int16))[:4]
     tensor([ 1., -1., -1.,  1.], dtype=torch.float16)
     """
-    return (1 - 2 * (packed.int()[:, None] >> torch.arange(16, device=packed.device) & 1)).half().flatten()
+    return (1 - 2 * (packed.int()[..., None] >> torch.arange(16, device=packed.device) & 1)).half().flatten(-2)
 
 
 def rotate(x: torch.Tensor, block: int = ROTATED) -> torch.Tensor:
@@ -169,6 +169,15 @@ def _scale(tensors: Mapping[str, torch.Tensor], side: str, size: int, name: str)
     return found if own.endswith("h") else unpack_signs(found)
 
 
+def block_of(rows: int, width: int) -> int:
+    """Of the blocks in which a weight can be rotated without padding the largest; of one that has none the least.
+
+    >>> block_of(1536, 576), block_of(100, 128)
+    (64, 32)
+    """
+    return next((block for block in reversed(BLOCKS) if not rows % block and not width % block), BLOCKS[0])
+
+
 # --- as the decoding of a layer -------------------------------------------------------------------
 
 
@@ -192,6 +201,7 @@ class TrellisDecoding(Decoding):
     names = "trellis", "suh", "svh"
     transformed = True
     keeps_inputs = "a trellis"
+    read_whole = True
 
     bits: int
     code: str = "mul1"
@@ -212,6 +222,12 @@ class TrellisDecoding(Decoding):
             "suh": (torch.float16, (*lead, width)),
             "svh": (torch.float16, (*lead, rows)),
         }
+
+    def fault(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        for own in ("suh", "svh"):
+            if wrong := int((~tensors[own].isfinite()).sum()):
+                return f"{own}: found {wrong} NaN or infinite values, expected finite ones"
+        return ""
 
     def padded(self, side: int) -> int:
         return -(-side // self.block) * self.block

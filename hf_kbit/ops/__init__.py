@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
-from hf_kbit.ops import native
-from hf_kbit.ops import trellis  # noqa: F401  defines its ops
+from hf_kbit.ops import (
+    native,
+    trellis,  # noqa: F401  defines its ops
+)
 from hf_kbit.ops.autograd import can_round, product, product_int8
 
 __all__ = [

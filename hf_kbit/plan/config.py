@@ -8,15 +8,17 @@ from typing import Any
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_kbit.format import codebooks
+from hf_kbit.format import codebooks, trellis
 from hf_kbit.format.decoding import DEFAULT_TRANSFORM, Decoding, ScalarDecoding, check_transform, lopsided
 from hf_kbit.format.errors import shown
-from hf_kbit.format.model import ENTRIES, ModelFormat, by_width, check_version, mapping
+from hf_kbit.format.model import ENTRIES, Exl3, ModelFormat, by_width, check_version, mapping
 from hf_kbit.format.spec import BITS, TRANSFORMED, check_bits
 from hf_kbit.plan.patterns import Patterns
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 
 INPUTS = (None, "int8")
+TRELLIS = "trellis"  # in the place of a codebook's name
+EXL3 = "exl3"  # quant_method of what exllamav3 writes
 
 
 def check_inputs(inputs: object) -> str | None:
@@ -27,16 +29,18 @@ def check_inputs(inputs: object) -> str | None:
 
 
 @register_quantization_config("kbit")
+@register_quantization_config(EXL3)
 @dataclass(repr=False)
 class KbitConfig(QuantizationConfigMixin):
     """How a model is quantized: ``from_pretrained(name, quantization_config=KbitConfig(bits=3))``.
 
     Args:
-        bits: 2, 3, 4 or 5: the width of each layer that ``module_bits`` does not name. A number between, such as 3.3,
-            is a mean: each layer gets a width by a rule (``calibration.widths.widths_by_rule``). ``module_bits``
-            may then hold None alone.
+        bits: 2, 3, 4 or 5, with a trellis 1 to 8: the width of each layer that ``module_bits`` does not name. A number
+            between, such as 3.3, is a mean: each layer gets a width by a rule
+            (``calibration.widths.widths_by_rule``). ``module_bits`` may then hold None alone.
         codebook: the levels: ``"optimal"``, ``"normal_float"``, ``"int"``, ``"fp4"``, a table of ``2**bits`` numbers
-            in any order, or, for several widths, ``{bits: table}``.
+            in any order, or, for several widths, ``{bits: table}``. Or ``"trellis"``: better at each width, and slower
+            to quantize; layers then have a trellis, and tables of embeddings scalar levels (docs/trellis.md).
         scale: how the scale of a block is found: ``"search"``, by the least squared error, for which ``"optimal"``
             levels are made, or ``"absmax"``, by the largest magnitude: quicker, less accurate.
         transform: ``"rotated"``: columns are balanced and blocks of 32 rotated, and the layer's input undoes both; or
@@ -80,13 +84,13 @@ class KbitConfig(QuantizationConfigMixin):
     embedding_bits: int | None = None
     inputs: str | None = None
     quant_method: str = "kbit"
-    stored: ModelFormat | None = None
+    stored: ModelFormat | Exl3 | None = None
 
     def __post_init__(self):
         if self.quant_method != "kbit":
             raise ValueError(f"quant_method: found {self.quant_method!r}, expected 'kbit'")
-        if not (isinstance(self.bits, float) and self.bits % 1 and BITS[0] < self.bits < BITS[-1]):
-            check_bits(self.bits)
+        if not (isinstance(self.bits, float) and self.bits % 1 and self.widths[0] < self.bits < self.widths[-1]):
+            check_bits(self.bits, among=self.widths)
         if self.embedding_bits is not None:
             check_bits(self.embedding_bits, "embedding_bits")
         if not isinstance(self.skip_default_modules, bool):
@@ -105,8 +109,13 @@ class KbitConfig(QuantizationConfigMixin):
         if self.bits % 1 and any(self.module_bits.values()):
             raise ValueError(
                 f"bits: found the mean {self.bits} and widths of layers in module_bits; with them expected one of "
-                f"{list(BITS)}"
+                f"{list(self.widths)}"
             )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Those that layers may have."""
+        return trellis.BITS if self.codebook == TRELLIS else BITS
 
     def _module_bits(self, module_bits) -> dict[str, int | None]:
         if isinstance(module_bits, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in module_bits):
@@ -122,13 +131,15 @@ class KbitConfig(QuantizationConfigMixin):
         left = set(self.modules_to_not_convert)
         for pattern, bits in found.items():
             if bits is not None:
-                check_bits(bits, f"module_bits[{shown(pattern)}]")
+                check_bits(bits, f"module_bits[{shown(pattern)}]", self.widths)
                 if pattern in left:
                     both = "in modules_to_not_convert and in module_bits"
                     raise ValueError(f"{shown(pattern)}: found {both}: choose one")
         return found
 
     def _codebook(self, codebook):
+        if codebook == TRELLIS:
+            return codebook
         widths = {self.bits, self.embedding_bits, *self.module_bits.values()} - {None}
         if self.bits % 1:
             widths = set(BITS)
@@ -158,6 +169,11 @@ class KbitConfig(QuantizationConfigMixin):
         ``normal_float`` and ``absmax``.
         """
         given = dict(config_dict)
+        if given.get("quant_method") == EXL3:
+            bits = given.get("bits")
+            bits = int(bits) if isinstance(bits, float) and bits.is_integer() else bits
+            given = {"bits": bits, "codebook": TRELLIS, "stored": Exl3(given)}
+            return (cls(**given), kwargs) if return_unused_kwargs else cls(**given)
         expected = [*dict.fromkeys((*(f.name for f in fields(cls) if f.name != "stored"), *ENTRIES))]
         if unknown := [key for key in given if key not in expected]:
             raise ValueError(f"quantization_config: found {shown(unknown)}, expected none but {expected}")
@@ -199,16 +215,20 @@ class KbitConfig(QuantizationConfigMixin):
         if self.stored and bits in self.stored.levels:
             return self.stored.levels[bits]
         codebook = self.codebook[bits] if isinstance(self.codebook, Mapping) else self.codebook
+        codebook = DEFAULT_CODEBOOK if codebook == TRELLIS else codebook
         return codebooks.resolve(codebook, bits, lopsided(self.transform, self.scale))
 
-    def decoding(self, bits: int) -> Decoding:
-        """How weights of so many bits are to decode, before one is seen."""
+    def decoding(self, bits: int, shape: Sequence[int], is_table: bool) -> Decoding:
+        """How a weight ``[*lead, N, K]`` is to decode in so many bits, before it is seen."""
+        if self.codebook == TRELLIS and not is_table:
+            return trellis.TrellisDecoding(bits, block=trellis.block_of(*shape[-2:]))
         return ScalarDecoding(self.levels_for(bits), 0, self.transform)
 
     def record(self, decodings: Mapping[str, Decoding], tables: Collection[str], version: int) -> None:
         """Writes into ``stored`` how layers decode, given by their names in the checkpoint, some of which are those of
         tables."""
-        levels = {bits: self.levels_for(bits) for bits in sorted({each.bits for each in decodings.values()})}
+        scalar = {each.bits for each in decodings.values() if isinstance(each, ScalarDecoding)}
+        levels = {bits: self.levels_for(bits) for bits in sorted(scalar)}
         embedding_bits = self.embedding_bits or next((decodings[name].bits for name in tables), None)
         self.stored = ModelFormat.of(decodings, self.bits, levels, embedding_bits, version)
 

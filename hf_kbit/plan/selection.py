@@ -116,7 +116,10 @@ class Packable:
 
     def plan(self, config: KbitConfig, widths: Mapping[str, int]) -> Plan:
         """To quantize what was chosen, in these widths."""
-        decodings = {name: config.decoding(bits) for name, bits in widths.items()}
+        decodings = {
+            name: config.decoding(bits, self.sites[name].shape, name in self._looked_up)
+            for name, bits in widths.items()
+        }
         return Plan(self.model, self.sites, decodings, config, self.ties, Outcome(self.told(widths)))
 
     def stored(self, config: KbitConfig, packed: Mapping[str, str]) -> Plan:

@@ -149,7 +149,7 @@ class Clashing(nn.Embedding):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.exponent = 2
+        self.lead = 2
 
 
 @pytest.mark.parametrize("kind", [Heir, Keeping, Clashing])

@@ -17,6 +17,7 @@ from hf_kbit import codebooks
 from hf_kbit.format import reference
 from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.nn import experts as nn_experts
+from hf_kbit.ops import grouped
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import empty, pack, sites
 
@@ -128,8 +129,8 @@ def test_grouped_product_of_dense_matrices(dtype, transposed):
     for ends in ([0, 3, 3, 7, 9], [0, 0, 2, 5, 6], [0, 9, 9, 9, 9]):
         offsets = torch.tensor(ends, dtype=torch.int32)
         for its_bias in (None, bias):
-            expected = nn_experts.dense_product(x, weight, its_bias, offsets, transposed)
-            found = nn_experts.grouped_product(x, weight if transposed else weight.mT, its_bias, offsets)
+            expected = grouped.dense_product(x, weight, its_bias, offsets, transposed)
+            found = grouped.grouped_product(x, weight if transposed else weight.mT, its_bias, offsets)
             torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-5, atol=1e-4)
             assert not found[ends[-1] :].any()
 

@@ -115,7 +115,7 @@ def test_hooks_of_accelerate_call_the_new_forward(removed, monkeypatch):
         remove_hook_from_module(model["a"])
     pack(site_of(model, "a"), weight)
     called = []
-    monkeypatch.setattr("hf_kbit.nn.linear.product", lambda *args: called.append(1) or torch.zeros(3, 48))
+    monkeypatch.setattr("hf_kbit.weight.scalar.product", lambda *args: called.append(1) or torch.zeros(3, 48))
     model["a"](X)
     assert called, "its own forward, which is quicker than that of nn.Linear on a packed weight"
 

@@ -16,9 +16,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from hf_kbit.integrations.peft.layer import KbitTunerLayer, no_weight
-from hf_kbit.nn.experts import KbitExperts, KbitProjection, has_grouped_product
+from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import site_of, unpack, unpacked
 from hf_kbit.nn.weight import is_sharded
+from hf_kbit.ops.grouped import has_grouped_product
 from hf_kbit.weight.tensor import KbitTensor
 
 # Those of LoRA that ParamWrapper knows and that do not look at the weight.

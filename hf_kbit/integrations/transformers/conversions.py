@@ -104,8 +104,7 @@ class KbitAssemble(ConversionOps):
     def convert(
         self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
     ):
-        patterns = zip(self.names, source_patterns, strict=True)
-        given = {name: input_dict[pattern][0] for name, pattern in patterns if input_dict.get(pattern)}
+        given = self.gathered([input_dict.get(pattern) for pattern in source_patterns])
         if isinstance(whole := given.get(WEIGHT), KbitTensor):  # of a state dict in memory
             return {full_layer_name: as_parameter(whole)}
         layer = model.get_submodule(full_layer_name.removesuffix(checkpoint.WEIGHT_SUFFIX))
@@ -117,10 +116,19 @@ class KbitAssemble(ConversionOps):
             given[COLUMNS] = parallel.own_columns(columns, layer.weight, given[WEIGHT].device)
         if HOW in given:  # of a state dict, perhaps one that another library has saved
             self._compare(given[HOW], layer.decoding, full_layer_name)
+        if layer.decoding.read_whole:
+            packed = Packed({name: given[name] for name in layer.decoding.layout(layer.weight.shape)}, layer.decoding)
+            if wrong := layer.decoding.fault(packed.tensors):
+                self.hf_quantizer.problems.append(f"{full_layer_name.removesuffix(WEIGHT)}{wrong}")
+            return {full_layer_name: parallel.own_part(layer.as_tensor(packed), layer.weight)}
         own = local(layer.weight)
         tensors = {name: given[name] for name in layer.decoding.layout(own.whole_shape)}
         weight = KbitTensor.of(Packed(tensors, layer.decoding), own.whole_shape, layer.dense_dtype, layer.reads_tiles)
         return {full_layer_name: as_parameter(weight)}  # or Transformers makes a trainable one of it
+
+    def gathered(self, tensors: list[list[torch.Tensor] | None]) -> dict[str, torch.Tensor]:
+        """What has come, by the names that our files have; ``tensors``: those found for each of ``names``."""
+        return {name: found[0] for name, found in zip(self.names, tensors, strict=True) if found}
 
     def _compare(self, how: torch.Tensor, expected: Decoding, name: str) -> None:
         """Takes down a decoding that is not the config's. Transformers would swallow an error here."""
@@ -130,6 +138,17 @@ class KbitAssemble(ConversionOps):
                 self.hf_quantizer.problems.append(f"{name}: found {found}, expected {expected}, as the config says")
         except ValueError as error:
             self.hf_quantizer.problems.append(str(error))
+
+
+class Cut(ConversionOps):
+    """Takes the padding off a bias."""
+
+    def __init__(self, size: int):
+        self.size = size
+
+    def convert(self, input_dict, *args, full_layer_name=None, **kwargs):
+        ((value, *_),) = input_dict.values()
+        return {full_layer_name: value[: self.size].clone()}
 
 
 def placeholder(model, name: str) -> KbitWeight | None:
@@ -170,7 +189,7 @@ def parameter_of(model: nn.Module, name: str) -> nn.Parameter:
 
 def without_packing(conversions: Iterable[WeightTransform]) -> list[WeightTransform]:
     """Those of the model: without ours, which are there for one checkpoint."""
-    ours = KbitAssemble | mxfp4.CollectMxfp4
+    ours = KbitAssemble | Cut | mxfp4.CollectMxfp4
     return [c for c in conversions if not any(isinstance(each, ours) for each in getattr(c, "operations", ()))]
 
 

@@ -46,6 +46,11 @@ class Names:
         first, *others = self._by_pattern[pattern].target_patterns
         return [name, *(name.replace(first, other) for other in others)], True
 
+    def place(self, stored_name: str) -> int:
+        """Which of the tensors that a conversion puts together a stored one is."""
+        _, pattern = self._resolve(stored_name, self._converters, self._state_dict)
+        return self._by_pattern[pattern].source_patterns.index(pattern)
+
     def __contains__(self, name: str) -> bool:
         return name in self._state_dict
 

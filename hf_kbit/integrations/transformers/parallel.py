@@ -62,7 +62,7 @@ def shard_packed(maybe_distribute_model):
         layers = packed_layers(model)
         if distributed_config is None or not layers:
             return maybe_distribute_model(cls, model, distributed_config, *args, **kwargs)
-        empty = [layer for layer in layers.values() if layer.awaits_dense]
+        empty = [layer for layer in layers.values() if layer.awaits_dense or layer.decoding.read_whole]
         if empty:
             require("transformers", SHARDING_NAMES, "quantizing into shards")
         shared = max(_size(distributed_config, "tp_size"), _size(distributed_config, "ep_size")) > 1

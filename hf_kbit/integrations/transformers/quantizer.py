@@ -26,7 +26,8 @@ from transformers.quantizers.base import HfQuantizer
 from hf_kbit.files import checkpoint
 from hf_kbit.format.decoding import COLUMNS
 from hf_kbit.format.errors import refuse
-from hf_kbit.integrations.transformers import fit, inputs, mxfp4, parallel, tying
+from hf_kbit.format.model import Exl3
+from hf_kbit.integrations.transformers import exl3, fit, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
     KbitQuantize,
     assembly,
@@ -70,6 +71,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.stored: list[str] = []  # layers that the checkpoint has packed, as conversions find their names
         self.files: dict[str, str] = {}  # of the tensors of a quantized checkpoint
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
+        self.exl3: exl3.Folder | None = None  # the checkpoint, if it is one
         self.device_map: object = None
         self.columns: dict[str, torch.Tensor] = {}  # column scales of a model that processes are about to share
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
@@ -113,7 +115,8 @@ class KbitHfQuantizer(HfQuantizer):
             waiting, self.waiting = self.waiting, None
             self._prepare(*waiting, weight_conversions)
         self.made_together = [c.target_patterns for c in weight_conversions if len(c.target_patterns) > 1]
-        return [*assembly(self, self.stored), *weight_conversions, *mxfp4.conversions(self.mxfp4, self)]
+        ours = assembly(self, self.stored) if self.exl3 is None else self.exl3.conversions(self)
+        return [*ours, *weight_conversions, *mxfp4.conversions(self.mxfp4, self)]
 
     def _prepare(self, model, checkpoint_files, conversions: list[WeightTransform]) -> None:
         if not self.pre_quantized and (stored := fit.config_beside(checkpoint_files)) is not None:
@@ -158,8 +161,16 @@ class KbitHfQuantizer(HfQuantizer):
         """Makes room for what is packed, and checks that it fits. What else does not fit a model of another class or
         config than the one that was saved is not for us to refuse, but for Transformers, as with any checkpoint."""
         names, config = Names(model, conversions), self.quantization_config
+        is_exl3, saved = isinstance(config.stored, Exl3), files is not None and fit.is_saved(model, files)
+        if is_exl3:
+            exl3.untie(model, checkpoint.read_headers(files or ()))
         packable = selection.Packable(model)
-        if files is None:
+        if is_exl3:
+            tensors = checkpoint.read_headers(files or ())
+            self.exl3 = exl3.read(model, config, files, tensors, names)
+            tensors, packed = self.exl3.tensors, self.exl3.packed
+            self.quantization_config = config = self.exl3.config
+        elif files is None:
             # from_pretrained(None, state_dict=...): no file says what is packed, so the config must.
             packed = {name: name for name in packable.choose(config)}
             packed |= {names.module(f"{name}.weight"): name for name in config.stored.layers}
@@ -181,7 +192,7 @@ class KbitHfQuantizer(HfQuantizer):
             self.stored += [name.removeprefix(base) for name in self.stored] + [base + name for name in self.stored]
             return
         self.files = {name: tensor.file for name, tensor in tensors.items()}
-        fit.check_tensors(model, layers, names, tensors, packed, whole=fit.is_saved(model, files))
+        fit.check_tensors(model, layers, names, tensors, packed, whole=saved)
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.({COLUMNS}|{HOW})$"}
