@@ -75,6 +75,11 @@ Tensor as_contiguous(const Tensor& tensor) {
     return address % tensor.element_size() == 0 ? tensor : torch::stable::clone(tensor);
 }
 
+Tensor in_words(const Tensor& halves) {
+    const Tensor rows = as_contiguous(halves);
+    return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 4 == 0 ? rows : torch::stable::clone(rows);
+}
+
 Shape concat(Shape first, const Shape& second) {
     first.insert(first.end(), second.begin(), second.end());
     return first;
