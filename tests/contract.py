@@ -421,13 +421,10 @@ def gaussian_tiles(count: int) -> torch.Tensor:
 def odd_tiles(bits: int) -> torch.Tensor:
     """Beyond what the code reaches, of either sign and both; zeros, where costs are equal; the smallest, the largest
     and infinite numbers; numbers halfway between steps."""
-    tiles, signs = gaussian_tiles(6), gaussian_tiles(1).sign()
+    tiles = gaussian_tiles(6) * torch.tensor([1, 1e-3, 2, 5, 30, 1e4])[:, None]
     few = torch.tensor([1e-38, -1e-38, 1e-45, 3e38, -3e38, torch.inf, -torch.inf, 0.0]).repeat(32)
-    halfway = trellis_halfway(bits)
     constant = torch.tensor([0.0, 9.0, -9.0, 0.5])[:, None].expand(4, 256)
-    return torch.cat(
-        [tiles * torch.tensor([1, 1e-3, 2, 5, 30, 1e4])[:, None], 20 * signs, few[None], constant, halfway]
-    )
+    return torch.cat([tiles, 20 * gaussian_tiles(1).sign(), few[None], constant, trellis_halfway(bits)])
 
 
 def trellis_halfway(bits: int) -> torch.Tensor:

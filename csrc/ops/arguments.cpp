@@ -43,6 +43,8 @@ std::string dtype_name(ScalarType dtype) {
             return "float64";
         case ScalarType::Byte:
             return "uint8";
+        case ScalarType::Short:
+            return "int16";
         case ScalarType::Int:
             return "int32";
         case ScalarType::Long:

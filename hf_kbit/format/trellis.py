@@ -124,8 +124,8 @@ def inner(trellis: torch.Tensor, code: str, dtype: torch.dtype = torch.float16) 
 
 
 def to_units(targets: torch.Tensor, bits: int) -> torch.Tensor:
-    """int64 of the same shape: float32 weights as sums in units of ``1 / UNITS``, as near as the steps and the range of
-    sums allow. A product and a sum are each rounded in float32; halfway between steps the even one counts.
+    """int64 of the same shape: float32 weights as sums in units of ``1 / UNITS``, as near as the steps and the range
+    of sums allow. A product and a sum are each rounded in float32; halfway between steps the even one counts.
 
     >>> to_units(torch.tensor([-9.0, 0.0, 0.004, 9.0]), 2)
     tensor([   0, 2042, 2044, 4080])
