@@ -5,7 +5,8 @@ every backend: the reference, a CPU with any instruction set, a GPU. ``tests/ops
 
 - ``quantize``, ``dequantize``, ``embed``, ``repack``, ``int8_inverses``, ``gemm_int8`` and ``gemm_experts_int8`` are
   *exact*: they give the bits that ``hf_kbit.format.reference`` gives of bit-planes, which ``tests/test_reference.py``
-  compares with the format's definition. ``route_experts`` gives what a stable sort in Python does.
+  compares with the format's definition. So are ``encode_trellis`` and ``decode_trellis``, by ``format.trellis``, which
+  ``tests/test_trellis.py`` compares with loops. ``route_experts`` gives what a stable sort in Python does.
 - ``gemm``, ``gemm_inference``, ``gemm_gradient``, ``gemm_experts``, ``gemm_experts_gradient``, ``combine_experts`` and
   what ``gemm_group`` has of 16-bit inputs are products in float64, within a bound that is derived from the roundings.
 """
@@ -24,7 +25,7 @@ from torch.utils._pytree import tree_map_only
 
 import hf_kbit
 from hf_kbit import codebooks
-from hf_kbit.format import reference, transforms
+from hf_kbit.format import reference, transforms, trellis
 from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
@@ -408,6 +409,64 @@ def int8_inverses(bits=3, shape=SHAPE, kind="random", unit=1.0) -> Call:
 def _shapes(bits):
     for shape, how in itertools.product([*cases.SHAPES, SHAPE, (264, 776)], [("normal",), ("random", 2.0**-30)]):
         yield int8_inverses(bits, shape, *how)
+
+
+# --- trellises: exact -----------------------------------------------------------------------------
+
+
+def gaussian_tiles(count: int) -> torch.Tensor:
+    return torch.randn(count, 256, generator=cases.generator(count))
+
+
+def odd_tiles(bits: int) -> torch.Tensor:
+    """Beyond what the code reaches, of either sign and both; zeros, where costs are equal; the smallest, the largest
+    and infinite numbers; numbers halfway between steps."""
+    tiles = gaussian_tiles(6) * torch.tensor([1, 1e-3, 2, 5, 30, 1e4])[:, None]
+    few = torch.tensor([1e-38, -1e-38, 1e-45, 3e38, -3e38, torch.inf, -torch.inf, 0.0]).repeat(32)
+    constant = torch.tensor([0.0, 9.0, -9.0, 0.5])[:, None].expand(4, 256)
+    return torch.cat([tiles, 20 * gaussian_tiles(1).sign(), few[None], constant, trellis_halfway(bits)])
+
+
+def trellis_halfway(bits: int) -> torch.Tensor:
+    """float32 ``[1, 256]`` that are halfway between steps when they are rounded to them."""
+    finer = trellis.UNITS[bits - 1] / trellis.STEPS[bits - 1]
+    x = ((torch.arange(300 * finer, 700 * finer) + 0.5) / finer - trellis.SUM_OF_ZERO) / trellis.SUM_OF_ONE
+    near = torch.cat([x.float(), *(torch.nextafter(x.float(), torch.tensor(to)) for to in (-9.0, 9.0))])
+    steps = (near * trellis.SUM_OF_ONE + trellis.SUM_OF_ZERO) * finer
+    found = near[steps.frac() == 0.5]
+    assert len(found) > 50
+    return found[torch.randint(0, len(found), (1, 256), generator=cases.generator(bits))]
+
+
+def encode_trellis(bits=3, lead=9, targets=None) -> Call:
+    targets = gaussian_tiles(4) if targets is None else targets
+    return exact("encode_trellis", {"targets": targets, "bits": bits, "lead": lead})
+
+
+@tried("encode_trellis", widths=trellis.BITS)
+def leads(bits):
+    for lead in (128, 40, 1):
+        yield encode_trellis(bits, lead, gaussian_tiles(3))
+    yield encode_trellis(bits, targets=torch.empty(0, 256))
+
+
+@tried("encode_trellis", widths=trellis.BITS)
+def any_weights(bits):
+    yield encode_trellis(bits, 128, odd_tiles(bits))
+
+
+def decode_trellis(bits=3, code="mul1", dtype=torch.float16, tiles=(3, 5)) -> Call:
+    shape = *tiles, 16 * bits
+    words = torch.randint(-(2**15), 2**15, shape, generator=cases.generator(*shape)).to(torch.int16)
+    return exact("decode_trellis", {"trellis": words, "code": code, "dtype": dtype})
+
+
+@tried("decode_trellis", widths=trellis.BITS)
+def all_codes(bits):
+    """Sides of one tile, of those that a GPU's warp and its threads share and of others; leading dimensions; none."""
+    shapes = (1, 1), (1, 3), (7, 2), (8, 8), (36, 1), (3, 40), (2, 3, 4, 2), (0, 2), (2, 0), (0, 3, 2), (3, 0, 2, 2)
+    for tiles, code, dtype in itertools.product(shapes, trellis.CODES, cases.FLOATS):
+        yield decode_trellis(bits, code, dtype, tiles)
 
 
 # --- products: within rounding --------------------------------------------------------------------

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from contract import gaussian_tiles, trellis_halfway
 from safetensors import safe_open
 
 from hf_kbit.format import trellis as form
-from hf_kbit.format.trellis import BITS, CODES, decode, inner, pack, rotate, values, windows
+from hf_kbit.format.trellis import BITS, CODES, decode, encode, inner, pack, rotate, values, windows
 
 NUMBERS = Path(__file__).parent / "data/exl3/numbers.safetensors"
 with safe_open(NUMBERS, "pt") as file:
@@ -84,6 +86,58 @@ def test_as_in_loops(bits, code, monkeypatch):
         monkeypatch.setattr(form, "AT_A_TIME", at_a_time)
         assert np.array_equal(inner(trellis, code).T.numpy(), expected)
     assert torch.equal(pack(windows(trellis), bits), trellis)
+    assert torch.equal(inner(trellis, code, torch.float32), torch.from_numpy(expected).T.float())
+
+
+def encoded_in_loops(targets: np.ndarray, bits: int, lead: int) -> list[int]:
+    """Windows of one tile, by the costs of all states as integers, and the branches that led to them."""
+    factor, quantum = (4, 4, 4, 8, 16, 16, 16, 16)[bits - 1], (2, 2, 4, 4, 8, 8, 1, 1)[bits - 1]
+    reached = [sum((w * 0x83DCD12D % 2**32).to_bytes(4, "little")) * factor for w in range(2**16)]
+    reached, kept = np.array(reached, np.int64).reshape(2**bits, -1), 16 - bits
+    units = []
+    for x in targets:  # float32's product and sum, then exact numbers
+        exact = Fraction(float(np.float32(x * np.float32(2**18 / 1774)) + np.float32(1329 * 2**11 / 1774 - 1024)))
+        units.append(min(max(round(exact * factor / quantum) * quantum, 0), 1020 * factor))
+    taken = np.zeros((256, 2**kept), int)
+    before = np.arange(2**16).reshape(2**bits, -1) >> bits
+
+    def step(costs: np.ndarray, t: int) -> np.ndarray:
+        new = costs[before] + (reached - units[t]) ** 2
+        taken[t] = new.argmin(0)  # the first one
+        return new.min(0)
+
+    costs = np.zeros(2**kept, np.int64)
+    for t in [*range(256 - lead, 256), *range(lead)]:
+        costs = step(costs, t)
+    joint = int(costs.argmin())
+    for t in reversed(range(lead)):
+        joint = (int(taken[t, joint]) << kept | joint) >> bits
+    costs = np.full(2**kept, 2**50)
+    costs[joint] = 0
+    for t in range(256):
+        costs = step(costs, t)
+    state, found = joint, []
+    for t in reversed(range(256)):
+        found.append(int(taken[t, state]) << kept | state)
+        state = found[-1] >> bits
+    assert state == joint
+    return found[::-1]
+
+
+@pytest.mark.parametrize("bits", BITS)
+def test_encoding_as_in_loops(bits):
+    """Also numbers halfway between steps, and some that no window reaches."""
+    targets = torch.cat([4 * gaussian_tiles(1), trellis_halfway(bits)])
+    for tile, lead in zip(targets, (40, 7), strict=True):
+        (found,) = windows(encode(tile[None], bits, lead)[None])[0]
+        assert found.tolist() == encoded_in_loops(tile.numpy(), bits, lead)
+
+
+def test_tiles_are_encoded_some_at_a_time(monkeypatch):
+    targets = gaussian_tiles(5)
+    found = encode(targets, 4, 5)
+    monkeypatch.setattr(form, "WINDOWS_AT_A_TIME", 2**17)
+    assert torch.equal(encode(targets, 4, 5), found)
 
 
 def test_rotating_twice_is_nothing():

@@ -88,6 +88,45 @@ struct Avx2 {
         }
     }
 
+    // --- trellis ---
+    static I load_words(const uint32_t* data) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)); }
+    static void store_words(uint32_t* data, I a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(data), a); }
+    static void store_bytes(uint8_t* data, I a) {
+        const I last = _mm256_setr_epi8(0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1,  //
+                                        -1, -1, -1, -1, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1);
+        const I bytes = _mm256_shuffle_epi8(a, last);
+        const __m128i low = _mm256_castsi256_si128(bytes), high = _mm256_extracti128_si256(bytes, 1);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(data), _mm_or_si128(low, high));
+    }
+    static I add_words(I a, I b) { return _mm256_add_epi32(a, b); }
+    static I multiply_words(I a, I b) { return _mm256_mullo_epi32(a, b); }
+    static I least(I a, I b) { return _mm256_min_epu32(a, b); }
+    static I shift_right_by(I a, I counts) { return _mm256_srlv_epi32(a, counts); }
+    static I where_equal(I a, I b, I yes, I no) { return _mm256_blendv_epi8(no, yes, _mm256_cmpeq_epi32(a, b)); }
+    static I difference_squared(I a, I b) {  // the upper halves are 0
+        const I difference = _mm256_sub_epi16(a, b);
+        return _mm256_madd_epi16(difference, difference);
+    }
+    template <int count>
+    static I repeat(const uint32_t* data) {
+        if constexpr (count == 1) return splat(*data);
+        if constexpr (count == 2) return _mm256_broadcastq_epi64(_mm_loadu_si64(data));
+        return _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
+    }
+    template <int count>
+    static I in_order(I a) {
+        if constexpr (count == 1) return a;
+        constexpr int kRun = kWidth / count;
+        const auto from = [](int i) { return i % kRun * count + i / kRun; };
+        return _mm256_permutevar8x32_epi32(
+            a, _mm256_setr_epi32(from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7)));
+    }
+    static I gather(const uint8_t* data, I offsets) {
+        return _mm256_i32gather_epi32(reinterpret_cast<const int*>(data), offsets, 1);
+    }
+    static F from_words(I a) { return _mm256_cvtepi32_ps(a); }
+    static F as_floats(I a) { return _mm256_castsi256_ps(a); }
+
     // --- quantize ---
     static I zero_index() { return _mm256_setzero_si256(); }
 

@@ -75,6 +75,47 @@ struct Avx512 {
         }
     }
 
+    // --- trellis ---
+    static I load_words(const uint32_t* data) { return _mm512_loadu_si512(data); }
+    static void store_words(uint32_t* data, I a) { _mm512_storeu_si512(data, a); }
+    static void store_bytes(uint8_t* data, I a) {
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(data), _mm512_cvtepi32_epi8(a));
+    }
+    static I add_words(I a, I b) { return _mm512_add_epi32(a, b); }
+    static I multiply_words(I a, I b) { return _mm512_mullo_epi32(a, b); }
+    static I least(I a, I b) { return _mm512_min_epu32(a, b); }
+    static I shift_right_by(I a, I counts) { return _mm512_srlv_epi32(a, counts); }
+    static I where_equal(I a, I b, I yes, I no) {
+        return _mm512_mask_mov_epi32(no, _mm512_cmpeq_epi32_mask(a, b), yes);
+    }
+    static I difference_squared(I a, I b) {  // the upper halves are 0
+        const I difference = _mm512_sub_epi16(a, b);
+        return _mm512_madd_epi16(difference, difference);
+    }
+    template <int count>
+    static I repeat(const uint32_t* data) {
+        if constexpr (count == 1) return splat(*data);
+        if constexpr (count == 2) return _mm512_broadcastq_epi64(_mm_loadu_si64(data));
+        if constexpr (count == 4) {
+            return _mm512_broadcast_i32x4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(data)));
+        }
+        return _mm512_broadcast_i64x4(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)));
+    }
+    template <int count>
+    static I in_order(I a) {
+        if constexpr (count == 1) return a;
+        constexpr int kRun = kWidth / count;
+        const auto from = [](int i) { return i % kRun * count + i / kRun; };
+        return _mm512_permutexvar_epi32(
+            _mm512_setr_epi32(from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7), from(8), from(9),
+                              from(10), from(11), from(12), from(13), from(14), from(15)),
+            a);
+    }
+    static I gather(const uint8_t* data, I offsets) { return _mm512_i32gather_epi32(offsets, data, 1); }
+    static F from_words(I a) { return _mm512_cvtepi32_ps(a); }
+    static F as_floats(I a) { return _mm512_castsi512_ps(a); }
+    static F round_to_half(F a) { return _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
+
     // --- quantize ---
     static I zero_index() { return _mm512_setzero_si512(); }
 

@@ -23,7 +23,6 @@ struct Avx512Int8 : Avx512 {
     static Sums add_sums(Sums a, Sums b) { return _mm512_add_epi32(a, b); }
     static int32_t total(Sums sums) { return _mm512_reduce_add_epi32(sums); }
     static Sums dot(Sums sums, Bytes weights, Bytes inputs) { return _mm512_dpbusd_epi32(sums, weights, inputs); }
-    static F round_to_half(F a) { return _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 
     template <int bits>
     using Int8Levels = TableLevels<Avx512Int8, bits>;

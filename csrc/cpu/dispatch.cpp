@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cpu/implementation.h"
+#include "cpu/trellis.h"
 
 namespace hf_kbit::cpu {
 
@@ -29,8 +30,13 @@ bool can_use_amx() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-const Implementation amx_implementation = {"amx", avx512_implementation.quantize, avx512_implementation.dequantize,
-                                           avx512_implementation.transform, amx_gemm};
+const Implementation amx_implementation = {"amx",
+                                           avx512_implementation.quantize,
+                                           avx512_implementation.dequantize,
+                                           avx512_implementation.transform,
+                                           amx_gemm,
+                                           avx512_implementation.encode_trellis,
+                                           avx512_implementation.decode_trellis};
 #endif
 
 // What this machine can run, best first.
@@ -136,6 +142,22 @@ void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_
           int64_t out_features, int64_t in_features, int64_t begin, int64_t end) {
     chosen().gemm.multiply(panel, tokens, batch_invariant, planes, absmax, signed_scales, codebook, bits, bias, out,
                            dtype, out_features, in_features, begin, end);
+}
+
+int64_t encode_trellis_scratch(int bits) {
+    int64_t bytes = 0;
+    with_trellis_bits(bits, [&](auto width) { bytes = kTrellisScratch<width()>; });
+    return bytes;
+}
+
+void encode_trellis(const float* targets, int bits, int lead, uint32_t* words, void* scratch, int64_t begin,
+                    int64_t end) {
+    chosen().encode_trellis(targets, bits, lead, words, scratch, begin, end);
+}
+
+void decode_trellis(const uint32_t* words, Code code, int bits, int64_t across, int64_t down, void* out, Dtype dtype,
+                    int64_t begin, int64_t end) {
+    chosen().decode_trellis(words, code, bits, across, down, out, dtype, begin, end);
 }
 
 void int8_inverses(const Int8Weight& weight, uint16_t* inverses, int64_t begin, int64_t end) {

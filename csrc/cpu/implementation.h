@@ -18,6 +18,8 @@ struct Implementation {
     decltype(&cpu::dequantize) dequantize;
     decltype(&cpu::transform) transform;
     GemmImplementation gemm;
+    decltype(&cpu::encode_trellis) encode_trellis;
+    decltype(&cpu::decode_trellis) decode_trellis;
 };
 
 // Of products of 8-bit inputs.

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/format.h"
+#include "common/trellis.h"
 
 namespace hf_kbit::cpu {
 
@@ -50,6 +51,19 @@ void gemm_pack(const void* x, Dtype dtype, int64_t tokens, bool batch_invariant,
 void gemm(const float* panel, int64_t tokens, bool batch_invariant, const int32_t* planes, const uint8_t* absmax,
           bool signed_scales, const float* codebook, int bits, const void* bias, void* out, Dtype dtype,
           int64_t out_features, int64_t in_features, int64_t begin, int64_t end);
+
+// --- trellises, bit-identical to hf_kbit/format/trellis.py; of 1 to 8 bits ---
+
+// Tiles [begin, end): words, 32-bit ones [tiles, 8 * bits], of the path of least squared error for targets [tiles,
+// 256]. `lead` is 1 to 128. scratch has encode_trellis_scratch bytes, aligned to 64, for each call at a time.
+int64_t encode_trellis_scratch(int bits);
+void encode_trellis(const float* targets, int bits, int lead, uint32_t* words, void* scratch, int64_t begin,
+                    int64_t end);
+
+// Rows of tiles [begin, end), `down` for each matrix, of out [*, 16 * down, 16 * across]: what words, 32-bit ones
+// [*, across, down, 8 * bits], stand for, in float16, as float16, float32 or bfloat16.
+void decode_trellis(const uint32_t* words, Code code, int bits, int64_t across, int64_t down, void* out, Dtype dtype,
+                    int64_t begin, int64_t end);
 
 // --- 8-bit inputs, bit-identical to hf_kbit.reference; AVX-512 needs VNNI, VBMI and GFNI, or AVX2 does it ---
 

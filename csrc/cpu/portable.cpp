@@ -95,6 +95,55 @@ struct Portable {
         for (int i = 0; i < kWidth; ++i) store_scalar(data, dtype, i, a.lane[i]);
     }
 
+    // --- trellis ---
+    static I load_words(const uint32_t* data) {
+        return each<I>([&](int i) { return data[i]; });
+    }
+    static void store_words(uint32_t* data, I a) { std::memcpy(data, a.lane, sizeof a); }
+    static void store_bytes(uint8_t* data, I a) {
+        for (int i = 0; i < kWidth; ++i) data[i] = static_cast<uint8_t>(a.lane[i]);
+    }
+    static I add_words(I a, I b) {
+        return each<I>([&](int i) { return a.lane[i] + b.lane[i]; });
+    }
+    static I multiply_words(I a, I b) {
+        return each<I>([&](int i) { return a.lane[i] * b.lane[i]; });
+    }
+    static I least(I a, I b) {
+        return each<I>([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
+    }
+    static I shift_right_by(I a, I counts) {
+        return each<I>([&](int i) { return a.lane[i] >> counts.lane[i]; });
+    }
+    static I where_equal(I a, I b, I yes, I no) {
+        return each<I>([&](int i) { return a.lane[i] == b.lane[i] ? yes.lane[i] : no.lane[i]; });
+    }
+    static I difference_squared(I a, I b) {
+        return each<I>([&](int i) { return (a.lane[i] - b.lane[i]) * (a.lane[i] - b.lane[i]); });
+    }
+    template <int count>
+    static I repeat(const uint32_t* data) {
+        return each<I>([&](int i) { return data[i % count]; });
+    }
+    template <int count>
+    static I in_order(I a) {
+        constexpr int kRun = kWidth / count;
+        return each<I>([&](int i) { return a.lane[i % kRun * count + i / kRun]; });
+    }
+    static I gather(const uint8_t* data, I offsets) {
+        return each<I>([&](int i) {
+            uint32_t word;
+            std::memcpy(&word, data + offsets.lane[i], sizeof word);
+            return word;
+        });
+    }
+    static F from_words(I a) {
+        return each<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.lane[i])); });
+    }
+    static F as_floats(I a) {
+        return each<F>([&](int i) { return float_of(a.lane[i]); });
+    }
+
     // --- quantize ---
     static I zero_index() { return splat(0); }
 

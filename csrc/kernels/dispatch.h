@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "common/format.h"
+#include "common/trellis.h"
 
 namespace hf_kbit::cuda {
 
@@ -22,6 +23,14 @@ template <int kBits = kMinBits, typename Run>
 cudaError_t dispatch(int bits, const Run& run) {
     if (bits == kBits) return run(std::integral_constant<int, kBits>{});
     if constexpr (kBits < kMaxBits) return dispatch<kBits + 1>(bits, run);
+    return cudaErrorInvalidValue;
+}
+
+// The same of a trellis.
+template <int kBits = 1, typename Run>
+cudaError_t dispatch_trellis(int bits, const Run& run) {
+    if (bits == kBits) return run(std::integral_constant<int, kBits>{});
+    if constexpr (kBits < kMostTrellisBits) return dispatch_trellis<kBits + 1>(bits, run);
     return cudaErrorInvalidValue;
 }
 

@@ -11,6 +11,7 @@
 #include <cstdint>
 
 #include "common/format.h"
+#include "common/trellis.h"
 #include "kernels/few_tokens/experts_plan.h"
 #include "kernels/gpu.h"
 #include "kernels/gradient/plan.h"
@@ -212,5 +213,19 @@ struct Gradient {
 // As plan_gradient says; partial: as many floats as gradient_partial_sums says.
 cudaError_t gradient_wgmma(const Gradient& gradient, Dtype dtype, int bits, int64_t tokens, const GradientPlan& plan,
                            float* partial, const Gpu& gpu, cudaStream_t stream);
+
+// --- trellises (hf_kbit/format/trellis.py), of 1 to 8 bits ---
+
+// words, 32-bit ones [tiles, 8 * bits]: the path of least squared error for `targets`, float32 [tiles, 256]. `lead` is
+// 1 to 128. workspace, uint8, has encode_trellis_bytes for each of `ctas`, which encode_trellis_ctas says.
+int64_t encode_trellis_ctas(int bits, int64_t tiles, const Gpu& gpu);
+int64_t encode_trellis_bytes(int bits, const Gpu& gpu);
+cudaError_t encode_trellis(const float* targets, int bits, int lead, int64_t tiles, uint32_t* words, void* workspace,
+                           int64_t ctas, const Gpu& gpu, cudaStream_t stream);
+
+// out [count, 16 * down, 16 * across]: what words, 32-bit ones [count, across, down, 8 * bits], stand for, in float16,
+// as float16, float32 or bfloat16.
+cudaError_t decode_trellis(const uint32_t* words, Code code, int bits, int64_t count, int64_t across, int64_t down,
+                           void* out, Dtype dtype, const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

@@ -43,6 +43,8 @@ std::string dtype_name(ScalarType dtype) {
             return "float64";
         case ScalarType::Byte:
             return "uint8";
+        case ScalarType::Short:
+            return "int16";
         case ScalarType::Int:
             return "int32";
         case ScalarType::Long:
@@ -73,6 +75,11 @@ Tensor as_contiguous(const Tensor& tensor) {
     if (!tensor.is_contiguous()) return torch::stable::contiguous(tensor);
     const auto address = reinterpret_cast<uintptr_t>(tensor.const_data_ptr());
     return address % tensor.element_size() == 0 ? tensor : torch::stable::clone(tensor);
+}
+
+Tensor in_words(const Tensor& halves) {
+    const Tensor rows = as_contiguous(halves);
+    return reinterpret_cast<uintptr_t>(rows.const_data_ptr()) % 4 == 0 ? rows : torch::stable::clone(rows);
 }
 
 Shape concat(Shape first, const Shape& second) {

@@ -13,6 +13,7 @@
 #include <torch/headeronly/core/ScalarType.h>
 
 #include "common/format.h"
+#include "common/trellis.h"
 
 namespace hf_kbit {
 
@@ -75,5 +76,8 @@ Shape shape_of(const Tensor& tensor);
 // As kernels read it: contiguous, from a multiple of its numbers' size on, which torch.frombuffer does not ask for.
 // The tensor itself where it can be: for small inputs the host's time of a call of torch counts.
 Tensor as_contiguous(const Tensor& tensor);
+
+// The same of int16 that kernels read as 32-bit words.
+Tensor in_words(const Tensor& halves);
 
 }  // namespace hf_kbit

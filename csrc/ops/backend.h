@@ -1,6 +1,5 @@
-// What a device must provide for the ops of this folder. The CPU library links backend_cpu.cpp, the CUDA library
-// backend_cuda.cpp, backend_cuda_gemm.cpp and backend_cuda_int8.cpp; all other files of this folder are the same in
-// both.
+// What a device must provide for the ops of this folder. The CPU library links the files backend_cpu*.cpp, the CUDA
+// library the files backend_cuda*.cpp; all other files of this folder are the same in both.
 #pragma once
 
 #include "ops/arguments.h"
@@ -60,6 +59,16 @@ void gemm_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, Tensor
 // The same for the rows of experts, zeros in rows that none has.
 void gemm_experts_gradient(const Tensor& grad, Dtype dtype, const Packed& packed, const Tensor& offsets,
                            Tensor& grad_x);
+
+// --- trellises, and ops_trellis.cpp ---
+
+// words, int16 [tiles, 16 * bits], of the path of least squared error for targets, float32 [tiles, 256], contiguous
+// and not empty.
+void encode_trellis(const Tensor& targets, int bits, int lead, Tensor& words);
+
+// out [*, 16 * down, 16 * across], not empty: what a trellis, contiguous, stands for in float16, as dtype.
+void decode_trellis(const Tensor& trellis, Code code, int bits, int64_t across, int64_t down, Tensor& out,
+                    Dtype dtype);
 
 // --- 8-bit inputs, and ops_int8.cpp ---
 

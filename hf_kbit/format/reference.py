@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from hf_kbit.format import spec as format
-from hf_kbit.format import transforms
+from hf_kbit.format import transforms, trellis
 from hf_kbit.format.codebooks import bits_of
 from hf_kbit.format.spec import BLOCK_SIZE, num_blocks
 
@@ -337,6 +337,11 @@ def _places(bits: int, device: torch.device) -> torch.Tensor:
     word = bits * tile + places // 32  # of the lane
     lane = 4 * g + t
     return 32 * (4 * (LANES * (word // 4) + lane) + word % 4) + places % 32
+
+
+# --- trellises, by the names of ops ---------------------------------------------------------------
+
+encode_trellis, decode_trellis = trellis.encode, trellis.inner
 
 
 # --- gemm -----------------------------------------------------------------------------------------

@@ -28,6 +28,13 @@ CODES = {"3inst": (89226354, 64248484), "mcg": (0xCBAC1FED, 0), "mul1": (0x83DCD
 SCALE, SHIFT = 0x1EEE, 0xC931 - (1 << 16)
 AT_A_TIME = 1 << 16  # tiles that are decoded at a time
 
+MOST_LEAD = TILE**2 // 2
+# The sum of four bytes of which ``mul1`` makes x is ``x * SUM_OF_ONE + SUM_OF_ZERO``; numbers of float32.
+SUM_OF_ONE, SUM_OF_ZERO = 2**18 / 1774, 1329 * 2**11 / 1774 - 1024
+# By bits: sums are counted in units of ``1 / UNITS``, and weights are rounded to multiples of ``STEPS`` of these.
+UNITS, STEPS = (4, 4, 4, 8, 16, 16, 16, 16), (2, 2, 4, 4, 8, 8, 1, 1)
+WINDOWS_AT_A_TIME = 1 << 19  # of tiles that are encoded at a time
+
 # Where weight t of a tile lies: an input, and an output.
 _PLACES = torch.arange(TILE**2)
 INPUT = _PLACES // 8 % 4 * 2 + torch.tensor([0, 1, 8, 9])[_PLACES % 4]
@@ -84,26 +91,116 @@ def values(window: torch.Tensor, code: str) -> torch.Tensor:
     factor, added = CODES[code]
     x = (window.long() * factor + added) & 0xFFFFFFFF
     if code == "mul1":
-        total = sum(x >> shift & 255 for shift in (0, 8, 16, 24))
         scale, shift = torch.tensor([SCALE, SHIFT], dtype=torch.int16).view(torch.float16).tolist()
-        return ((1024 + total).float() * scale + shift).half()
+        return ((1024 + sums(window)).float() * scale + shift).half()
     x = x & 0x8FFF8FFF ^ 0x3B603B60
     low, high = ((x >> shift & 0xFFFF).to(torch.uint16).view(torch.float16).float() for shift in (0, 16))
     return (low + high).half()
 
 
-def inner(trellis: torch.Tensor, code: str) -> torch.Tensor:
-    """float16 ``[*, N, K]``: the weight between the rotations, with memory for some of its tiles besides."""
+def sums(window: torch.Tensor) -> torch.Tensor:
+    """int64 of the same shape, 0 to 1020: the sum of four bytes of which ``mul1`` makes a window's value."""
+    x = window.long() * CODES["mul1"][0]
+    return sum(x >> shift & 255 for shift in (0, 8, 16, 24))
+
+
+def inner(trellis: torch.Tensor, code: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """The weight between the rotations, ``[*, N, K]`` of a trellis ``[*, K / 16, N / 16, 16 * bits]``, with memory for
+    some of its tiles besides: numbers of float16, as ``dtype``.
+
+    >>> inner(torch.zeros(2, 4, 3, 32, dtype=torch.int16), "mul1").shape
+    torch.Size([2, 48, 64])
+    """
     if trellis.dim() > 3:
-        return torch.stack([inner(each, code) for each in trellis])
+        *lead, across, down, _ = trellis.shape
+        weight = torch.empty((*lead, TILE * down, TILE * across), dtype=dtype, device=trellis.device)
+        for own, its in zip(weight.flatten(0, -3), trellis.flatten(0, -4), strict=True):
+            own.copy_(inner(its, code, dtype))
+        return weight
     bits_of(trellis)
     across, down, _ = trellis.shape
-    weight = torch.empty((TILE * down, TILE * across), dtype=torch.float16, device=trellis.device)
+    weight = torch.empty((TILE * down, TILE * across), dtype=dtype, device=trellis.device)
     tiles = weight.view(down, TILE, across, TILE).permute(2, 0, 1, 3)  # [K / 16, N / 16, output, input]
     rows = max(AT_A_TIME // max(down, 1), 1)
     for own, part in zip(tiles.split(rows), trellis.split(rows), strict=True):
-        own[..., OUTPUT, INPUT] = values(windows(part), code)
+        own[..., OUTPUT, INPUT] = values(windows(part), code).to(dtype)
     return weight
+
+
+def to_units(targets: torch.Tensor, bits: int) -> torch.Tensor:
+    """int64 of the same shape: float32 weights as sums in units of ``1 / UNITS``, as near as the steps and the range
+    of sums allow. A product and a sum are each rounded in float32; halfway between steps the even one counts.
+
+    >>> to_units(torch.tensor([-9.0, 0.0, 0.004, 9.0]), 2)
+    tensor([   0, 2042, 2044, 4080])
+    """
+    units, steps = UNITS[bits - 1], STEPS[bits - 1]
+    sums = targets * SUM_OF_ONE
+    sums = (sums + SUM_OF_ZERO) * (units / steps)
+    return sums.clamp(0, 1020 * (units // steps)).round().long() * steps
+
+
+def encode(targets: torch.Tensor, bits: int, lead: int = MOST_LEAD) -> torch.Tensor:
+    """Packs the path around each tile whose values by ``mul1`` are nearest to its weights, in sums of squares.
+
+    A state is what the next window keeps of one. Of the paths over ``lead`` weights before the joint and as many
+    behind it, the best one says in which state the joint is; the result is the best path around the tile from there
+    to there. All are found by dynamic programming (Viterbi). Costs are whole numbers, and of equal ones the lowest
+    branch or state counts, so every device finds the same path.
+
+    Args:
+        targets: float32 ``[tiles, 256]``, weights in the order of the trellis, in units of the code's standard
+            deviation: what ``values`` gives. NaN has no meaning.
+        bits: 1 to 8.
+        lead: 1 to 128.
+
+    Returns:
+        int16 ``[tiles, 16 * bits]``, as ``pack`` makes it.
+
+    Source: trellis-coded quantization by QTIP (arXiv:2406.11235), with tail-biting in two passes.
+
+    >>> targets = torch.randn(2, 256)
+    >>> trellis = encode(targets, 2, 16)
+    >>> error = values(windows(trellis[None]), "mul1")[0] - targets
+    >>> trellis.shape, bool(error.square().mean() < 0.1)
+    (torch.Size([2, 32]), True)
+    """
+    count = max(WINDOWS_AT_A_TIME >> WINDOW, 1)
+    return torch.cat([_encode(to_units(part, bits), bits, lead) for part in targets.split(count)])
+
+
+def _encode(targets: torch.Tensor, bits: int, lead: int) -> torch.Tensor:
+    count, device, branches, kept = len(targets), targets.device, 1 << bits, WINDOW - bits
+    # A window is a branch, what its state keeps of the one before, and what is new. Costs are times 256, which leaves
+    # room for a branch below them; float64 holds them exactly, and is the fastest there.
+    reached = 16.0 * UNITS[bits - 1] * sums(torch.arange(1 << WINDOW, device=device)).view(branches, -1, branches)
+    weights, numbers = 16.0 * targets[..., None, None, None], torch.arange(branches, device=device)[:, None]
+    taken = torch.empty((TILE**2, count, 1 << kept), dtype=torch.uint8, device=device)
+    tiles, states = torch.arange(count, device=device), torch.arange(1 << kept, device=device)
+
+    def step(costs: torch.Tensor, t: int) -> torch.Tensor:
+        before, off = costs.unflatten(1, (branches, -1)) + numbers, reached - weights[:, t]
+        best = torch.addcmul(before[..., None], off, off).amin(1).flatten(1).long()  # the lowest of equal ones
+        taken[t] = best & 255
+        return (best & ~255).double()
+
+    def window(state: torch.Tensor, t: int) -> torch.Tensor:
+        return taken[t, tiles, state].long() << kept | state
+
+    costs = torch.zeros((count, 1 << kept), dtype=torch.float64, device=device)
+    for t in (*range(TILE**2 - lead, TILE**2), *range(lead)):
+        costs = step(costs, t)
+    state = (costs.long() << kept | states).amin(1) & (1 << kept) - 1
+    for t in reversed(range(lead)):
+        state = window(state, t) >> bits
+    costs = torch.where(states == state[:, None], 0.0, 2.0**50)  # more than any path's
+    for t in range(TILE**2):
+        costs = step(costs, t)
+    own = torch.empty_like(targets)
+    for t in reversed(range(TILE**2)):
+        own[:, t] = its = window(state, t)
+        state = its >> bits
+    return pack(own, bits)
 
 
 def unpack_signs(packed: torch.Tensor) -> torch.Tensor:

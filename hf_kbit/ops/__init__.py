@@ -9,17 +9,18 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
-from hf_kbit.ops import (
-    native,
-    trellis,  # noqa: F401  defines its ops
-)
+from hf_kbit.format.trellis import MOST_LEAD
+from hf_kbit.ops import native
+from hf_kbit.ops import trellis as _trellis  # noqa: F401  defines its ops
 from hf_kbit.ops.autograd import can_round, product, product_int8
 
 __all__ = [
     "can_round",
     "combine_experts",
+    "decode_trellis",
     "dequantize",
     "embed",
+    "encode_trellis",
     "gemm",
     "gemm_experts",
     "gemm_experts_int8",
@@ -317,6 +318,55 @@ def int8_inverses(
     torch.Size([64])
     """
     return torch.ops.hf_kbit.int8_inverses(weight, absmax, codebook, list(shape))
+
+
+def encode_trellis(targets: torch.Tensor, bits: int, lead: int = MOST_LEAD) -> torch.Tensor:
+    """Packs tiles of 256 weights as trellises: of each the path around it whose values by the code ``mul1`` have the
+    least squared error.
+
+    Args:
+        targets: float32 ``[tiles, 256]``, any strides: a tile's weights in the order of the trellis
+            (``format.trellis``), divided by their standard deviation. NaN has no meaning, and is not looked for.
+        bits: 1 to 8.
+        lead: 1 to 128: weights on either side of the joint by which its state is found. Fewer take less time, and
+            have a larger error: half of 128 a hundredth at most.
+
+    Returns:
+        int16 ``[tiles, 16 * bits]``, contiguous: the bytes that ``format.trellis.encode`` gives, on every device.
+
+    Raises:
+        ValueError: a dtype, shape or number does not fit.
+
+    Source: see ``format.trellis.encode``.
+
+    >>> import torch
+    >>> encode_trellis(torch.randn(5, 256), 3).shape
+    torch.Size([5, 48])
+    """
+    return torch.ops.hf_kbit.encode_trellis(targets, bits, lead)
+
+
+def decode_trellis(trellis: torch.Tensor, code: str, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    """The numbers that trellises stand for, in the order of the weight: between its rotations, and before its scales.
+
+    Args:
+        trellis: int16 ``[*, K / 16, N / 16, 16 * bits]``, any strides, bits 1 to 8.
+        code: ``3inst``, ``mcg`` or ``mul1``.
+        dtype: float16, float32 or bfloat16, to which numbers of float16 are rounded.
+
+    Returns:
+        ``dtype`` ``[*, N, K]``, contiguous: what ``format.trellis.inner`` gives, the same bits on every device.
+
+    Raises:
+        ValueError: a dtype, shape or name does not fit.
+
+    Source: EXL3's form, see ``format.trellis``.
+
+    >>> import torch
+    >>> decode_trellis(torch.zeros(2, 8, 16, 48, dtype=torch.int16), "mul1").shape
+    torch.Size([2, 256, 128])
+    """
+    return torch.ops.hf_kbit.decode_trellis(trellis, code, dtype)
 
 
 def set_batch_invariant(enabled: bool) -> None:

@@ -18,6 +18,8 @@ import torch
 from hf_kbit.format.codebooks import bits_of
 from hf_kbit.format.reference import is_tiled, tiled_shapes
 from hf_kbit.format.spec import BITS, absmax_shape, check_bits, num_blocks, weight_shape
+from hf_kbit.format.trellis import BITS as TRELLIS_BITS
+from hf_kbit.format.trellis import CODES, MOST_LEAD, TILE
 from hf_kbit.ops import native
 
 LIBRARY = torch.library.Library("hf_kbit", "DEF")
@@ -214,6 +216,37 @@ def repack(weight, absmax, bits, shape, inverse=False):
     lead = _lead(weight, absmax, check_bits(bits), shape, tiled=inverse)
     words, scales = (weight_shape(*shape, bits), absmax_shape(*shape)) if inverse else tiled_shapes(*shape, bits)
     return [((*lead, *words), torch.int32), ((*lead, *scales), torch.uint8)]
+
+
+# --- trellises ------------------------------------------------------------------------------------
+
+
+def _check_range(name: str, found: int, most: int) -> None:
+    if not 1 <= found <= most:
+        raise ValueError(f"{name}: found {found}, expected 1 to {most}")
+
+
+@_op("encode_trellis(Tensor targets, int bits, int lead) -> Tensor")
+def encode_trellis(targets, bits, lead):
+    _check_dtype("targets", targets.dtype, (torch.float32,))
+    if targets.dim() != 2 or targets.shape[1] != TILE**2:
+        _refuse_shape("targets", targets, "[tiles, 256]")
+    _check_range("bits", bits, max(TRELLIS_BITS))
+    _check_range("lead", lead, MOST_LEAD)
+    return [((targets.shape[0], TILE * bits), torch.int16)]
+
+
+@_op("decode_trellis(Tensor trellis, str code, ScalarType dtype) -> Tensor")
+def decode_trellis(trellis, code, dtype):
+    _check_dtype("trellis", trellis.dtype, (torch.int16,))
+    if trellis.dim() < 3 or trellis.shape[-1] not in [TILE * bits for bits in TRELLIS_BITS]:
+        expected = "[*, in_features / 16, out_features / 16, 16 * bits] of 1 to 8 bits"
+        _refuse_shape("trellis", trellis, expected)
+    if code not in CODES:
+        raise ValueError(f"code: found {code}, expected 3inst, mcg or mul1")
+    _check_dtype("dtype", dtype, FLOATS)
+    *lead, across, down, _ = trellis.shape
+    return [((*lead, TILE * down, TILE * across), dtype)]
 
 
 # --- products -------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import torch
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
-from hf_kbit.format.trellis import inner, rotate
+from hf_kbit.format.trellis import rotate
 from hf_kbit.ops import native
 from hf_kbit.ops.autograd import (
     check_can_train,
@@ -101,7 +101,11 @@ def _multiplied(x, first, matrix, second, block: int, size: int) -> torch.Tensor
 
 def _inner(words: torch.Tensor, code: str, dtype: torch.dtype) -> torch.Tensor:
     """``[*, N, K]``, padded: the weight between the rotations."""
-    return inner(words.transpose(-3, -2), code).to(dtype)
+    # Values are those of float16, which float64 holds as float32 does.
+    matrix = OPS.decode_trellis(
+        words.transpose(-3, -2).contiguous(), code, torch.float32 if dtype == torch.float64 else dtype
+    )
+    return matrix.to(dtype)
 
 
 @_op(

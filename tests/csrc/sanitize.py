@@ -33,7 +33,7 @@ from compiled import cuda_arch
 from torch.utils._pytree import tree_map_only
 
 import hf_kbit
-from hf_kbit.format import reference
+from hf_kbit.format import reference, trellis
 
 OPS = torch.ops.hf_kbit
 HALVES = torch.float16, torch.bfloat16
@@ -135,6 +135,16 @@ def way_to_experts() -> None:
         run(OPS.combine_experts, cases.x((2 * tokens,), 35), places, cases.x((tokens,), 2, seed=1))
 
 
+def trellises() -> None:
+    """More tiles than there are CTAs; sides of part of a CTA's tiles, and of several CTAs."""
+    for bits, code in itertools.product(trellis.BITS, trellis.CODES):
+        for dtype, tiles in itertools.product(cases.FLOATS, ((1, 1), (9, 17), (2, 17, 3))):
+            words = torch.randint(-(2**15), 2**15, (*tiles, 16 * bits)).to(torch.int16)
+            run(OPS.decode_trellis, words, code, dtype)
+        run(OPS.encode_trellis, torch.randn(3, 256), bits, 3)
+    run(OPS.encode_trellis, torch.randn(300, 256), 8, 1)
+
+
 def main() -> None:
     widths = [int(bits) for bits in sys.argv[1:]] or cases.BITS
     for bits in widths:
@@ -149,6 +159,7 @@ def main() -> None:
     if 4 in widths:
         group()
         way_to_experts()
+        trellises()
     print("all kernels ran")
 
 

@@ -215,7 +215,8 @@ def digests(ops):
     dense = ops.dequantize(planes, absmax, codebook, [70, 100], torch.float16)
     tiles = ops.repack(planes, absmax, 3, [70, 100])
     product = ops.gemm(torch.ones(2, 100), planes, absmax, codebook, None, 70)
-    exact = (planes, absmax, dense, *tiles)
+    trellis = ops.encode_trellis(torch.randn(4, 256), 3)
+    exact = (planes, absmax, dense, *tiles, trellis, ops.decode_trellis(trellis.view(2, 2, 48), "mcg"))
     return [hashlib.sha256(x.numpy().tobytes()).hexdigest() for x in exact], product.tolist()
 """
 

@@ -27,6 +27,8 @@ RIGHT = {
         contract.gemm_inference(3, torch.float16, SIZES),
         contract.int8_inverses(3, SIZES),
         contract.gemm_int8(3, torch.float16, SIZES),
+        contract.encode_trellis(3),
+        contract.decode_trellis(3),
         contract.gemm_group([contract.usual(SIZES, 3), contract.usual(SIZES, 3, True, True)]),
         contract.gemm_gradient(3, torch.float32, SIZES, True, True),
         contract.route_experts(2, 2, 3),
@@ -41,6 +43,8 @@ PACKED = {name: RIGHT["gemm"][name] for name in ("weight", "absmax", "codebook")
 EXPERTS = {name: RIGHT["gemm_experts"][name] for name in ("weight", "absmax", "codebook")}
 PLANES, ABSMAX, CODEBOOK = PACKED.values()
 COLUMNS = cases.columns(K)
+TRELLIS = RIGHT["decode_trellis"]["trellis"]
+TRELLIS_SHAPE = "expected [*, in_features / 16, out_features / 16, 16 * bits] of 1 to 8 bits"
 DENSE = "float32, float16, bfloat16 or float64"
 SHAPE = "expected [out_features, in_features], both from 1 to 2**48"
 REFUSED = [
@@ -70,6 +74,18 @@ REFUSED = [
     ("repack", {"bits": 6}, "bits: found 6, expected one of 2, 3, 4, 5"),
     ("repack", {"inverse": True}, "weight: found shape [7, 6], expected [1, 1, 3, 32, 4] for the tiles of a [7, 33]"),
     ("repack", {"shape": [2, 2**63 - 1]}, f"shape: found [2, 9223372036854775807], {SHAPE}"),
+    ("encode_trellis", {"targets": torch.ones(2, 256).half()}, "targets: found dtype float16, expected float32"),
+    ("encode_trellis", {"targets": torch.ones(2, 255)}, "targets: found shape [2, 255], expected [tiles, 256]"),
+    ("encode_trellis", {"targets": torch.ones(256)}, "targets: found shape [256], expected [tiles, 256]"),
+    *[("encode_trellis", {"bits": wrong}, f"bits: found {wrong}, expected 1 to 8") for wrong in (0, 9, 2**32 + 1)],
+    *[("encode_trellis", {"lead": wrong}, f"lead: found {wrong}, expected 1 to 128") for wrong in (0, 129, -1, 2**33)],
+    ("decode_trellis", {"trellis": TRELLIS.int()}, "trellis: found dtype int32, expected int16"),
+    *[
+        ("decode_trellis", {"trellis": wrong}, f"trellis: found shape {[*wrong.shape]}, {TRELLIS_SHAPE}")
+        for wrong in (TRELLIS[0], TRELLIS[..., :40], TRELLIS[..., :0], TRELLIS.repeat(1, 1, 3), TRELLIS[0, 0, 0])
+    ],
+    ("decode_trellis", {"code": "mul"}, "code: found mul, expected 3inst, mcg or mul1"),
+    ("decode_trellis", {"dtype": torch.float64}, "dtype: found dtype float64, expected float32, float16 or bfloat16"),
     ("gemm", {"x": X.int()}, f"x: found dtype int32, expected {DENSE}"),
     ("gemm", {"x": torch.tensor(1.0)}, "x: found a scalar, expected [*, in_features]"),
     ("gemm", {"x": X[:, :32]}, "weight: found shape [7, 6], expected [7, 3] for the planes of a [7, 32] weight in 3"),
