@@ -114,6 +114,15 @@ def read(files: Iterable[str | os.PathLike]) -> dict[str, torch.Tensor]:
     return tensors
 
 
+def read_some(files: Mapping[str, str], names: Iterable[str]) -> list[torch.Tensor]:
+    """Some tensors; ``files`` has the file of each."""
+    found = []
+    for name in names:
+        with safe_open(files[name], "pt") as stored:
+            found.append(stored.get_tensor(name))
+    return found
+
+
 def read_columns(files: Mapping[str, str], packed: Mapping[str, str]) -> dict[str, torch.Tensor]:
     """Column scales of packed modules, by the names of their weights in the model."""
     found = {}

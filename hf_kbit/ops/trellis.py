@@ -66,7 +66,7 @@ def _op(schema: str, shape) -> Callable:
 
     def define(run: Callable) -> Callable:
         LIBRARY.define(schema)
-        LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+        LIBRARY.impl(name, lambda *args: run(*args).contiguous(), "CompositeExplicitAutograd")
 
         @torch.library.register_fake(f"hf_kbit::{name}", lib=LIBRARY)
         def _(first, *others, **named):

@@ -61,7 +61,10 @@ class TrellisTensor(KbitTensor):
                 f"{self.qualified_name}: found {self.matrix[0]} rows of a weight that is rotated in blocks of "
                 f"{self.decoding.block}, expected all of it in this process to decode it"
             )
-        return torch.ops.hf_kbit.dequantize_trellis(*_operands(self.parts), dtype)
+        parts = self.parts
+        if self.decoding.stacked > 1 and not self.lead:  # else it would be told from experts
+            parts = parts | {own: parts[own][None] for own in self.files}
+        return torch.ops.hf_kbit.dequantize_trellis(*_operands(parts), dtype)
 
     @staticmethod
     def product(x, parts, bias):

@@ -15,7 +15,7 @@ from torch import nn
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from hf_kbit.files import exl3
-from hf_kbit.files.checkpoint import WEIGHT_SUFFIX, TensorHeader
+from hf_kbit.files.checkpoint import WEIGHT_SUFFIX, TensorHeader, read_some
 from hf_kbit.format.errors import refuse
 from hf_kbit.format.model import ModelFormat
 from hf_kbit.format.spec import TRELLIS
@@ -37,6 +37,8 @@ class Folder:
         packed: ``{name of a layer or projection in the model: its name here}``.
         config: with what the tensors say.
         tensors: headers, as a file of ours would have them.
+        headers: as they are.
+        stacks: of a projection in the model its layers here, by the number of the expert and the part.
         layers: names of linear layers, as converters find them.
         experts: of members of mixtures, by what follows an expert's number, the projection that they are a part of,
             and which part.
@@ -47,10 +49,28 @@ class Folder:
     packed: dict[str, str]
     config: KbitConfig
     tensors: dict[str, TensorHeader]
+    headers: Mapping[str, TensorHeader]
+    stacks: dict[str, dict[tuple[int, int], str]] = field(default_factory=lambda: defaultdict(dict))
     layers: list[str] = field(default_factory=list)
     experts: dict[str, tuple[str, int]] = field(default_factory=dict)
     mixtures: set[str] = field(default_factory=set)
     biases: dict[str, int] = field(default_factory=dict)
+
+    def read(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of a layer or projection of the model, from the files."""
+        files = {tensor: header.file for tensor, header in self.headers.items()}
+
+        def ours(stored: str) -> dict[str, torch.Tensor]:
+            own = [own for own in exl3.NAMES if f"{stored}.{own}" in files]
+            given = read_some(files, (f"{stored}.{each}" for each in own))
+            return exl3.tensors_as_ours(dict(zip(own, given, strict=True)))
+
+        if name not in self.stacks:
+            return ours(self.packed[name])
+        parts = defaultdict(list)
+        for (_, part), stored in sorted(self.stacks[name].items()):
+            parts[part].append(ours(stored))
+        return _joined([{own: torch.stack([e[own] for e in part]) for own in part[0]} for part in parts.values()])
 
     def conversions(self, quantizer) -> list[WeightConverter]:
         """What makes weights of the tensors of layers and experts, and cuts biases."""
@@ -104,7 +124,7 @@ def read(
     if not decodings:
         raise ValueError(f"{files[0]}: found no trellis, expected those that config.json (quant_method: exl3) is of")
     exl3.check_config(config.stored.entries, Path(files[0]).parent, decodings, _head(model))
-    found, problems, stacks = Folder({}, config, {}), [], defaultdict(dict)
+    found, problems = Folder({}, config, {}, headers), []
     for stored in sorted(decodings, key=dot_natural_key):
         (target, *others), converted = names.targets(stored + WEIGHT_SUFFIX)
         site, own = places.get(target), names.renamed(stored)
@@ -119,9 +139,9 @@ def read(
             place = target.rpartition(".")[2], names.place(stored + WEIGHT_SUFFIX)
             found.experts[last] = place
             found.mixtures.add(before)
-            stacks[target][int(expert), place[1]] = stored
+            found.stacks[target][int(expert), place[1]] = stored
     layers = {stored: decodings[stored] for stored in found.packed.values()}
-    for target, members in stacks.items():
+    for target, members in found.stacks.items():
         problems += _stack(target, members, decodings, headers, found, layers)
     refuse(problems, "hf_kbit cannot load the EXL3 folder")
     _take_others(model, headers, decodings, names, found)
@@ -180,7 +200,9 @@ class AssembleExperts(KbitAssemble):
         for (part, own), given in zip(self.names, tensors, strict=True):
             if given:
                 parts[part][own] = torch.stack(given)
-        ours = [exl3.tensors_as_ours(given) for _, given in sorted(parts.items())]
-        if len(ours) == 1:
-            return ours[0]
-        return {own: torch.stack([given[own] for given in ours], 1) for own in ours[0]}
+        return _joined([exl3.tensors_as_ours(given) for _, given in sorted(parts.items())])
+
+
+def _joined(parts: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The tensors of all experts, of those of each part."""
+    return parts[0] if len(parts) == 1 else {own: torch.stack([part[own] for part in parts], 1) for own in parts[0]}

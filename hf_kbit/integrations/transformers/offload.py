@@ -4,10 +4,10 @@ accelerate keeps what is offloaded as arrays of numbers, by the names of paramet
 of a checkpoint, so its layer gets a source of weights of its own.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from hf_kbit.integrations.transformers.tying import tied
@@ -26,22 +26,15 @@ def is_on_disk(device_map: object, name: str) -> bool:
 
 class PackedOnDisk(Mapping):
     """What ``weights_map`` of accelerate's hook is, tensors of a layer by their names: the weight from the checkpoint,
-    where the layer is called ``stored``, and ``others`` from accelerate's own."""
+    as ``read`` gives its tensors, and ``others`` from accelerate's own."""
 
-    def __init__(self, others: Mapping, layer: KbitWeight, files: Mapping[str, str], stored: str):
-        self._others, self._layer, self._files, self._stored = others, layer, files, stored
+    def __init__(self, others: Mapping, layer: KbitWeight, read: Callable[[], Mapping[str, torch.Tensor]]):
+        self._others, self._layer, self._read = others, layer, read
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name != WEIGHT:
             return self._others[name]
-        decoding = self._layer.decoding
-        tensors = {own: self._read(own) for own in decoding.layout(self._layer.shape)}
-        return self._layer.as_tensor(Packed(tensors, decoding))
-
-    def _read(self, own: str) -> torch.Tensor:
-        name = f"{self._stored}.{own}"
-        with safe_open(self._files[name], framework="pt") as stored:
-            return stored.get_tensor(name)
+        return self._layer.as_tensor(Packed(self._read(), self._layer.decoding))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._others)
@@ -50,11 +43,10 @@ class PackedOnDisk(Mapping):
         return len(self._others)
 
 
-def read_from_disk(model: nn.Module, files: Mapping[str, str], stored: Mapping[str, str]) -> None:
-    """Has layers on disk read their weights from the files of the checkpoint, where ``stored`` says what each is
-    called."""
+def read_from_disk(model: nn.Module, read: Callable[[str], Mapping[str, torch.Tensor]]) -> None:
+    """Has layers on disk read their weights from the files of the checkpoint, as ``read`` does by a layer's name."""
     ties = tied(model)
     for name, layer in model.named_modules():
         hook = getattr(layer, "_hf_hook", None)
         if isinstance(layer, KbitWeight) and layer.weight.is_meta and getattr(hook, "weights_map", None) is not None:
-            hook.weights_map = PackedOnDisk(hook.weights_map, layer, files, stored[ties.get(name, name)])
+            hook.weights_map = PackedOnDisk(hook.weights_map, layer, partial(read, ties.get(name, name)))

@@ -26,6 +26,7 @@ from transformers.quantizers.base import HfQuantizer
 from hf_kbit.files import checkpoint
 from hf_kbit.format.decoding import COLUMNS
 from hf_kbit.format.errors import refuse
+from hf_kbit.format.kinds import NAMES
 from hf_kbit.format.model import Exl3
 from hf_kbit.integrations.transformers import exl3, fit, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
@@ -256,7 +257,7 @@ class KbitHfQuantizer(HfQuantizer):
         layers = packed_layers(model)
         refuse([*self._misshapen(model), *self._missing(layers)], "the checkpoint does not fit the model")
         tying.mark(model)
-        read_from_disk(model, self.files, self.names)
+        read_from_disk(model, self._read if self.exl3 is None else self.exl3.read)
         for layer in layers.values():
             layer.awaits_dense = False
             layer._is_hf_initialized = True  # init_weights() of the model passes it by
@@ -265,6 +266,11 @@ class KbitHfQuantizer(HfQuantizer):
         self._record(model, layers)
         report(self, model, layers)
         self.plan = None  # or model and quantizer would keep each other alive
+
+    def _read(self, name: str) -> dict[str, torch.Tensor]:
+        """The tensors of a packed layer from the files."""
+        own = [own for own in NAMES if f"{self.names[name]}.{own}" in self.files]
+        return dict(zip(own, checkpoint.read_some(self.files, [f"{self.names[name]}.{o}" for o in own]), strict=True))
 
     def _misshapen(self, model) -> Iterator[str]:
         """What Transformers 5.17 puts into a quantized model all the same."""
