@@ -16,10 +16,9 @@ import hf_kbit
 from hf_kbit import codebooks
 from hf_kbit.format import reference
 from hf_kbit.format.decoding import ScalarDecoding
-from hf_kbit.nn import experts as nn_experts
-from hf_kbit.ops import grouped
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import empty, pack, sites
+from hf_kbit.ops import grouped
 
 E, H, INNER, TOP = 6, 72, 40, 2
 
