@@ -16,7 +16,6 @@ from hf_kbit.format import spec as format
 from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.spec import BITS, decode_e4m4, encode_e4m4, layer_exponent
 from hf_kbit.format.transforms import to_stored
-from hf_kbit.nn.weight import PACKED
 from hf_kbit.weight.balance import balance
 from hf_kbit.weight.packing import quantize_weight
 
@@ -86,7 +85,7 @@ def test_golden_file(bits, version):
     """What a release wrote is read and written for ever, to the same names, shapes, dtypes and bytes."""
     tensors, recorded = golden(version)
     shape, levels = recorded[bits]["shape"], tuple(recorded[bits]["levels"])
-    stored = [tensors[f"layer{bits}.{name}"] for name in PACKED[: version + 1]]
+    stored = [tensors[f"layer{bits}.{name}"] for name in ScalarDecoding.names[: version + 1]]
     assert [(tensor.dtype, tuple(tensor.shape)) for tensor in stored] == [
         (torch.int32, format.weight_shape(*shape, bits)),
         (torch.uint8, format.absmax_shape(*shape)),

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_kbit import KbitConfig, codebooks
-from hf_kbit.format.decoding import TRANSFORMS, Decoding, ScalarDecoding
+from hf_kbit.format.decoding import TRANSFORMS, ScalarDecoding
 from hf_kbit.format.model import ModelFormat
 
 TABLES = {bits: [codebooks.normal_float(bits), codebooks.integer(bits)] for bits in (2, 3, 4, 5)}
@@ -25,7 +25,7 @@ def stored(draw) -> ModelFormat:
     bits = draw(st.sampled_from([2, 3, 4, 5]))
     levels = {width: draw(st.sampled_from(TABLES[width])) for width in {bits, *draw(st.sets(st.integers(2, 5)))}}
     tables = st.sampled_from([table for both in TABLES.values() for table in both])
-    layer = st.builds(Decoding, tables, st.integers(-122, 122), transforms)
+    layer = st.builds(ScalarDecoding, tables, st.integers(-122, 122), transforms)
     layers = draw(st.dictionaries(st.text("ab.é\ud800", min_size=1), layer, max_size=4))
     embedding_bits = draw(st.sampled_from([None, 2, 5]))
     return ModelFormat(bits, levels, layers, embedding_bits, draw(transforms), version)

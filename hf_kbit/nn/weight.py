@@ -368,7 +368,7 @@ class KbitWeight(Changed, nn.Module):
         destination.update({prefix + name: tensor for name, tensor in stored.items()} | others)
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
-        if any(prefix + own in state_dict for own in (WEIGHT, self.decoding.marks)):
+        if any(prefix + own in state_dict for own in (WEIGHT, self.decoding.names[0])):
             try:
                 value = self._weight_in(state_dict, prefix, local_metadata)
             except ValueError as error:

@@ -183,7 +183,7 @@ class TrellisTensor(KbitTensor):
         return sent.reshape(*self.lead, self.matrix[0], -1)
 
     def of_rows_sent(self, rows):
-        *lead, count, _ = rows.shape
+        lead = rows.shape[:-2]
         stacked = [self.decoding.stacked] if self.decoding.stacked > 1 else []
         padded = self.suh.shape[-1]
         sizes = [2 * self.bits * padded, 2 * padded, 2 * TILE]
