@@ -15,6 +15,7 @@ import torch
 from hf_kbit.format import codebooks
 from hf_kbit.format.codebooks import Levels, bits_of
 from hf_kbit.format.spec import (
+    BLOCK_SIZE,
     E4M4_BIAS,
     SE3M4_BIAS,
     absmax_shape,
@@ -55,6 +56,7 @@ class Decoding(ABC):
         keeps_inputs: why a product takes no 8-bit inputs; "" if it does.
         described: in words, besides the width.
         read_whole: whether each of several processes that share a weight reads all of it.
+        units: of rows, and of columns, between which a matrix can be cut into parts that decode alone.
     """
 
     kind: str
@@ -65,6 +67,7 @@ class Decoding(ABC):
     keeps_inputs: str
     described: str
     read_whole = False
+    units: tuple[int, int]
 
     @abstractmethod
     def layout(self, shape: Sequence[int]) -> Layout:
@@ -114,6 +117,7 @@ class ScalarDecoding(Decoding):
     kind = "scalar"
     marks = ABSMAX
     names = WORDS, ABSMAX, COLUMNS
+    units = 1, BLOCK_SIZE
 
     levels: Levels
     exponent: int = 0

@@ -306,6 +306,10 @@ class TrellisDecoding(Decoding):
     stacked: int = 1
 
     @property
+    def units(self) -> tuple[int, int]:
+        return self.block, self.block
+
+    @property
     def described(self) -> str:
         return f"a trellis of code {self.code!r}"
 

@@ -28,7 +28,6 @@ class ScalarTensor(KbitTensor):
 
     decodes = ScalarDecoding
     files = dict(zip(("words", "absmax", "columns"), ScalarDecoding.names, strict=True))
-    column_unit = BLOCK_SIZE
 
     absmax = property(lambda self: self.parts["absmax"])
     codebook = property(lambda self: self.parts["codebook"])

@@ -91,7 +91,6 @@ class KbitTensor(torch.Tensor):
 
     decodes: type[Decoding]
     files: Mapping[str, str]  # names that tensors have in files, by those that they have in ``parts``
-    column_unit: int  # in_features between which a matrix can be cut
 
     words = property(lambda self: self.parts["words"])
     matrix = property(lambda self: self.parts["matrix"])
@@ -210,7 +209,7 @@ class KbitTensor(torch.Tensor):
 
     @abstractmethod
     def cut_columns(self, start: int, stop: int) -> "KbitTensor":
-        """A part of the in_features, between multiples of ``column_unit``."""
+        """A part of the in_features, between its units (``Decoding.units``)."""
 
     @abstractmethod
     def picked(self, dim: int, index: torch.Tensor) -> "KbitTensor":
@@ -384,7 +383,13 @@ class KbitTensor(torch.Tensor):
     def of_floats(self, floats: torch.Tensor) -> "KbitTensor | None":
         """A weight that came by ``as_floats`` from one of this shape that decodes as this one; None if it did not."""
         form = self.form
-        if floats.dtype != form.dtype or floats.shape != self.outer_shape or floats.is_meta or not floats.numel():
+        if (
+            isinstance(floats, KbitTensor)
+            or floats.dtype != form.dtype
+            or floats.shape != self.outer_shape
+            or floats.is_meta
+            or not floats.numel()
+        ):
             return None
         mark, rows = floats.contiguous().view(torch.uint8).tensor_split([MARK], -1)
         if not torch.equal(mark.flatten(0, -2)[0], self._mark.to(mark.device)):

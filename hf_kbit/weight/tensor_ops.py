@@ -251,19 +251,18 @@ def _(func, into, source, non_blocking=False):
 # --- parts ----------------------------------------------------------------------------------------
 
 
-def columns(weight: KbitTensor, start: int, stop: int) -> KbitTensor:
-    """A part of the in_features, of whole blocks."""
-    if weight.words.is_meta:  # a rule shards it, which is looked at later, when its layer is known
-        shape = *weight.whole_shape[:-1], stop - start
-        return KbitTensor.empty(shape, weight.decoding, weight.form.dtype, "meta", weight.tiles)
-    return weight.cut_columns(start, stop)
-
-
 def part(weight: KbitTensor, dim: int, start: int, stop: int) -> KbitTensor:
     """What is between two places along a dimension."""
-    if dim == len(weight.lead) + 1:
-        return columns(weight, start, stop)
-    return weight.rows(dim, start, stop)
+    if weight.words.is_meta:  # a rule shards it, which is looked at later, when its layer is known
+        return _sized(weight, dim, stop - start)
+    return weight.cut_columns(start, stop) if dim == len(weight.lead) + 1 else weight.rows(dim, start, stop)
+
+
+def _sized(weight: KbitTensor, dim: int, size: int) -> KbitTensor:
+    """One on the meta device that has another size."""
+    shape = list(weight.whole_shape)
+    shape[dim] = size
+    return KbitTensor.empty(tuple(shape), weight.decoding, weight.form.dtype, "meta", weight.tiles)
 
 
 def _is_whole(weight: KbitTensor) -> bool:
@@ -273,7 +272,7 @@ def _is_whole(weight: KbitTensor) -> bool:
 
 def _can_part(weight: KbitTensor, dim: int, *places: int) -> bool:
     """Whether what is between such places along a dimension is packed: columns are cut between blocks."""
-    unit, end = weight.column_unit, weight.matrix[1]
+    unit, end = weight.decoding.units[1], weight.matrix[1]
     is_cut = dim == len(weight.lead) + 1 and any(place % unit for place in places if place != end)
     return _is_whole(weight) and (weight.words.is_meta or not is_cut)
 
@@ -337,9 +336,8 @@ def _(func, tensors, dim=0):
     if not alike:
         return NotImplemented
     dim = dim % len(first.outer_shape)
-    if first.words.is_meta and dim == len(first.lead) + 1:
-        shape = *first.outer_shape[:-1], sum(tensor.matrix[1] for tensor in tensors)
-        return KbitTensor.empty(shape, first.decoding, first.form.dtype, "meta", first.tiles)
+    if first.words.is_meta:
+        return _sized(first, dim, sum(tensor.outer_shape[dim] for tensor in tensors))
     return first.joined(others, dim)
 
 

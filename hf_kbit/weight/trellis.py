@@ -1,5 +1,7 @@
 """The kind of packed weight that has a trellis: EXL3's form (``format/trellis.py``)."""
 
+from dataclasses import replace
+
 import torch
 from torch.nn import functional as F
 
@@ -23,10 +25,6 @@ class TrellisTensor(KbitTensor):
 
     suh = property(lambda self: self.parts["suh"])
     svh = property(lambda self: self.parts["svh"])
-
-    @property
-    def column_unit(self) -> int:
-        return self.decoding.block
 
     @classmethod
     def inner(cls, decoding):
@@ -90,11 +88,29 @@ class TrellisTensor(KbitTensor):
             return self._of(tuple(words.shape[: len(self.lead)]), self.matrix, words, suh, svh)
         if (start, stop) == (0, rows):
             return self.like(self.whole_shape)
+        if (stacked := self.decoding.stacked) > 1 and start * stacked // rows == (stop - 1) * stacked // rows:
+            part, each = start * stacked // rows, rows // stacked
+            return self._one(part).rows(dim, start - part * each, stop - part * each)
         self._check_cut(start, stop)
         if suh.dim() > 1 and not self.lead:  # gathered: a process's part
             suh = suh[start // (rows // len(suh))]
         words, svh = self.words[..., start // TILE : stop // TILE, :, :], self.svh[..., start:stop]
         return self._of(self.lead, (stop - start, width), words, suh, svh)
+
+    def _one(self, part: int) -> "TrellisTensor":
+        """One of the matrices that lie one below the other, of each expert."""
+        return self._stack(*(self.parts[own].select(len(self.lead), part) for own in self.files), stacked=1)
+
+    def _stack(self, words, suh, svh, stacked: int) -> "TrellisTensor":
+        """Other matrices of each expert, so many one below the other."""
+        rows, decoding = stacked * svh.shape[-1], replace(self.decoding, stacked=stacked)
+        parts = self.parts | {"words": words, "suh": suh, "svh": svh, "matrix": (rows, self.matrix[1])}
+        return TrellisTensor((*self.lead, *parts["matrix"]), parts, decoding, self.form.dtype, self.tiles)
+
+    def _unstacked(self) -> list[torch.Tensor]:
+        """The tensors, with a dimension for how many matrices lie one below the other."""
+        parts = [self.parts[own] for own in self.files]
+        return parts if self.decoding.stacked > 1 else [part.unsqueeze(len(self.lead)) for part in parts]
 
     def _check_cut(self, *places: int) -> None:
         """Refuses to cut rows between these places."""
@@ -115,9 +131,30 @@ class TrellisTensor(KbitTensor):
 
     def picked(self, dim, index):
         if dim == len(self.lead):
-            return NotImplemented
+            return self._reordered(index)
         words, suh, svh = (self.parts[own].index_select(dim, index) for own in self.files)
         return self._of(tuple(words.shape[: len(self.lead)]), self.matrix, words, suh, svh)
+
+    def _reordered(self, index: torch.Tensor) -> "TrellisTensor":
+        """Matrices that lie one below the other in another order; of those with the same scales of inputs one is made,
+        where that gives them all one size: what several processes had of each of two is put together so."""
+        lead, each = len(self.lead), self.matrix[0] // self.decoding.stacked
+        starts = index[::each]
+        if not torch.equal(index, (starts[:, None] + torch.arange(each, device=index.device)).flatten()):
+            return NotImplemented
+        words, suh, svh = (part.index_select(lead, starts // each) for part in self._unstacked())
+        count = len(starts)
+        for size in (size for size in range(count, 1, -1) if not count % size):
+            groups = suh.unflatten(lead, (-1, size))
+            first = groups.narrow(lead + 1, 0, 1)
+            if torch.equal(groups, first.expand_as(groups)):
+                words = words.unflatten(lead, (-1, size)).flatten(lead + 1, lead + 2)
+                suh, svh = first.squeeze(lead + 1), svh.unflatten(lead, (-1, size)).flatten(lead + 1, lead + 2)
+                break
+        stacked = words.shape[lead]
+        if stacked == 1:
+            words, suh, svh = (part.squeeze(lead) for part in (words, suh, svh))
+        return self._stack(words, suh, svh, stacked)
 
     def joined(self, others, dim):
         (rows, width), tensors, lead = self.matrix, [self, *others], len(self.lead)
@@ -129,6 +166,10 @@ class TrellisTensor(KbitTensor):
         if dim < lead:
             words, suh, svh = (torch.cat(each, dim) for each in parts.values())
             return self._of(tuple(words.shape[:lead]), self.matrix, words, suh, svh)
+        alike = all(tensor.matrix == self.matrix for tensor in others) and self.svh.shape[-1] % TILE == 0
+        if dim == lead and lead and alike and (self.decoding.stacked > 1 or differ("suh")):
+            parts = [torch.cat(own, lead) for own in zip(*(tensor._unstacked() for tensor in tensors), strict=True)]
+            return self._stack(*parts, stacked=parts[0].shape[lead])
         padded = any(t.svh.shape[-1] != t.matrix[0] or t.suh.shape[-1] != t.matrix[1] for t in tensors[:-1])
         if padded or self.decoding.stacked > 1 or differ("suh" if dim == lead else "svh"):
             return NotImplemented
@@ -166,7 +207,8 @@ class TrellisTensor(KbitTensor):
     def gathered(self, gather):
         """Where scales of inputs differ they are a row for each process: such parts belong side by side, and must not
         be read before."""
-        words, suh, svh = (gather(self.parts[own].contiguous()) for own in self.files)
+        words, suh, svh = (gather(_sent(self.parts[own])) for own in self.files)
+        words = words.view(torch.int16)
         if self.lead:
             return self._of((len(words), *self.lead[1:]), self.matrix, words, suh, svh)
         every, (rows, width) = suh.view(-1, *self.suh.shape), self.matrix
@@ -196,7 +238,7 @@ class TrellisTensor(KbitTensor):
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         self._check_cut(outer_size[0] // mesh.size()) if not self.lead else None
         names = self.files if self.lead else ("words", "svh")
-        own = tuple(self.parts[name].contiguous() for name in names)
+        own = tuple(_sent(self.parts[name]) for name in names)
         # With one process FSDP2 gathers the first tensor alone.
         return own, (outer_size, mp_policy.param_dtype or self.form.dtype, tuple(names), own[1:])
 
@@ -204,12 +246,19 @@ class TrellisTensor(KbitTensor):
         size, dtype, names, rest = metadata
         gathered = gathered if len(gathered) == len(names) else (*gathered, *rest)
         parts = dict(zip(names, gathered, strict=True))
+        parts["words"] = parts["words"].view(torch.int16)
         if out is None:
             return self.like(size, dtype, **parts, matrix=tuple(size[-2:])), ()
         own = getattr(out, "_local_tensor", out)
         own.decoding = self.decoding  # which another state dict may have changed
         own.parts.update({**parts, "suh": parts.get("suh", self.suh), **self.settings(self.decoding)})
         return None
+
+
+def _sent(tensor: torch.Tensor) -> torch.Tensor:
+    """As processes can send it: neither NCCL nor Gloo knows int16."""
+    tensor = tensor.contiguous()
+    return tensor.view(torch.int32) if tensor.dtype == torch.int16 else tensor
 
 
 def _operands(parts: dict) -> tuple:

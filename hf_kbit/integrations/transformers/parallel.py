@@ -21,7 +21,6 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hf_kbit.format.spec import BLOCK_SIZE
 from hf_kbit.hooks.setting import require
 from hf_kbit.hooks.table import SHARDING_NAMES
 from hf_kbit.integrations.transformers import tying
@@ -173,12 +172,14 @@ def _follow_rule(model: nn.Module, name: str, layer: KbitWeight) -> None:
     if layer.transposed and layer.lead and placement.dim > 0:
         placement = _transpose(layer, mesh, placement)
     rows, width, lead, processes = layer.out_features, layer.in_features, len(layer.lead), mesh.size()
+    units = layer.decoding.units
     if placement.dim == lead:
         groups = getattr(placement, "split_factor", 1) * processes
-        _check_divides(f"{name}.out_features", rows, groups, f"{processes} processes")
+        what = f"{processes} processes" if units[0] == 1 else f"blocks of {units[0]} in {processes} processes"
+        _check_divides(f"{name}.out_features", rows, groups * units[0], what)
     elif placement.dim == lead + 1:
-        whole_blocks = f"whole blocks of {BLOCK_SIZE} in each of {processes} processes"
-        _check_divides(f"{name}.in_features", width, BLOCK_SIZE * processes, whole_blocks)
+        whole_blocks = f"whole blocks of {units[1]} in each of {processes} processes"
+        _check_divides(f"{name}.in_features", width, units[1] * processes, whole_blocks)
 
 
 def _shards(weight: torch.Tensor):

@@ -358,6 +358,7 @@ def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
     processes share all of them have to call it: the first gets all tensors, the others none."""
     sharded = any(map(is_sharded, state.values()))
     flat, writes = {}, not sharded or dist.get_rank() == 0
+    packed = {name for name, tensor in state.items() if isinstance(local(tensor), KbitTensor)}
     for name, tensor in state.items():
         tensor = whole(tensor)
         if not writes:
@@ -366,6 +367,8 @@ def flattened(model, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tenso
             weight = load_offloaded_parameter(model, name) if tensor.is_meta else tensor
             prefix = name.removesuffix(WEIGHT)
             flat |= {prefix + own: part for own, part in weight.file_tensors("cpu").items()}
+        elif name in packed:
+            raise ValueError(f"{name}: found parts of a packed weight that cannot be put together, expected all of it")
         else:
             flat[name] = tensor.cpu() if sharded else tensor
     return flat
