@@ -9,10 +9,13 @@ from inspect import getdoc
 from traceback import print_exception
 
 import hf_kbit
-from hf_kbit.cli import bench, chat, eval, info, quantize, run
+from hf_kbit.cli import bench, chat, eval, export, info, quantize, run
 from hf_kbit.cli.output import reason
 
-COMMANDS = {"quantize": quantize, "chat": chat, "bench": bench, "eval": eval, "run": run, "info": info}
+COMMANDS = {
+    **{"quantize": quantize, "chat": chat, "bench": bench, "eval": eval, "run": run},
+    **{"export": export, "info": info},
+}
 ABOUT = (
     "Language models in 2 to 5 bits: quantize them, talk to them, measure them. For example: hf-kbit quantize "
     "Qwen/Qwen3-0.6B qwen3-4bit, then hf-kbit chat qwen3-4bit"
