@@ -5,6 +5,7 @@ from torch.nn import functional as F
 
 from hf_kbit.format.trellis import TILE, TrellisDecoding
 from hf_kbit.ops import trellis as ops
+from hf_kbit.weight import trellis_packing
 from hf_kbit.weight.tensor import KbitTensor
 
 
@@ -53,7 +54,7 @@ class TrellisTensor(KbitTensor):
 
     @staticmethod
     def quantize(weight, decoding, recipe, name, columns=None):
-        raise NotImplementedError
+        return trellis_packing.quantize(weight, decoding, recipe.balances, name)
 
     def decoded(self, dtype):
         if self.svh.shape[-1] % self.decoding.block:
@@ -180,7 +181,7 @@ class TrellisTensor(KbitTensor):
         return sent.reshape(*self.lead, self.matrix[0], -1)
 
     def of_rows_sent(self, rows):
-        *lead, count, _ = rows.shape
+        *lead, _, _ = rows.shape
         stacked = [self.decoding.stacked] if self.decoding.stacked > 1 else []
         padded = self.suh.shape[-1]
         sizes = [2 * self.bits * padded, 2 * padded, 2 * TILE]
