@@ -113,7 +113,7 @@ def test_costs_are_what_gradients_say(name, frozen, monkeypatch):
     largest = max(costs[2] for costs in expected.values())
     for layer, costs in expected.items():
         assert found[layer].costs == pytest.approx(costs, rel=1e-2, abs=1e-5 * largest), layer
-        assert found[layer].weights == stored_weights([site_of(model, layer)])
+        assert found[layer].weights == stored_weights([site_of(model, layer)], KbitConfig())
     assert model.training and [type(module) for module in model.modules()] == kinds
     assert list(model.state_dict()) == list(before)
     assert all(torch.equal(tensor, values[name]) for name, tensor in model.state_dict().items())
@@ -167,7 +167,7 @@ def test_bits_go_to_the_layers_that_matter(name, tmp_path):
     assert config.modules_to_not_convert == ["k_proj"]
     chosen = selection.Packable(model).choose(config)
     assert chosen[f"model.layers.0.{name}"] == 2 < chosen[f"model.layers.1.{name}"]
-    sizes = {own: stored_weights([site_of(model, own)]) for own in chosen}
+    sizes = {own: stored_weights([site_of(model, own)], KbitConfig()) for own in chosen}
     assert 3.3 < sum(sizes[own] * chosen[own] for own in chosen) / sum(sizes.values()) <= 3.5
     model.save_pretrained(tmp_path)
     layers = kbit_layers(AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config))
@@ -239,7 +239,7 @@ def by_rule(bits, build=LlamaForCausalLM, **settings):
         model = build(build.config_class(**{**shape, "vocab_size": 256, "num_hidden_layers": 12, **settings}))
     config = widths.widths_by_rule(model, bits)
     chosen = selection.Packable(model).choose(config)
-    sizes = {name: stored_weights([site_of(model, name)]) for name in chosen}
+    sizes = {name: stored_weights([site_of(model, name)], KbitConfig()) for name in chosen}
     return sum(chosen[name] * size for name, size in sizes.items()) / sum(sizes.values()), chosen
 
 

@@ -106,7 +106,7 @@ def calibrate(
     if not isinstance(model, nn.Module):
         model = load(model, **source)
     packable, chosen = choose(model, config)
-    solving.check_model(model, [packable.sites[name] for name in chosen], text, device)
+    solving.check_model(model, [packable.sites[name] for name in chosen], config, text, device)
     if data is None and solving.needs_little:
         text = text.little()
     elif data is None:

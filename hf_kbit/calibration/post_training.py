@@ -16,9 +16,8 @@ from hf_kbit.calibration.layerwise import Calibration, choose
 from hf_kbit.calibration.solving import Solving, sort
 from hf_kbit.calibration.widths import measure as measure_widths
 from hf_kbit.calibration.writing import write
-from hf_kbit.format.spec import BITS
 from hf_kbit.integrations.transformers.in_memory import finish
-from hf_kbit.plan.allocation import SCALE_BITS, by_rule, config_of, spend, stored_weights
+from hf_kbit.plan.allocation import by_rule, config_of, spend, stored_weights
 from hf_kbit.plan.config import KbitConfig, config_or
 from hf_kbit.plan.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
 from hf_kbit.plan.plan import quantize_layers
@@ -126,9 +125,11 @@ def quantize_model(
         config, fitting = _with_tables(model, config, fitting, report)
     packable, chosen = choose(model, config)
     if calibrate:
-        solving.check_model(model, [packable.sites[name] for name in chosen], text, device)
+        solving.check_model(model, [packable.sites[name] for name in chosen], config, text, device)
     before, tables = _bytes(model), packable.tables_in(chosen)
-    reasons = ({} if config.embedding_bits is not None else dict.fromkeys(packable.tables, "table")) | packable.reasons
+    reasons = (
+        {} if config.embedding_bits is not None else dict.fromkeys(packable.tables, "table")
+    ) | packable.reasons_for(config)
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
     measured = bool(mean % 1 and fitting.measure)
     if calibrate or measured:
@@ -137,8 +138,8 @@ def quantize_model(
         if measured:
             own = _measured(model, packable, mean, ids, source, config, device, report)
         else:
-            own = by_rule(model, {name: packable.sites[name] for name in chosen if name not in tables}, mean)
-            _report_widths(packable, own, ", by names and shapes", report)
+            own = by_rule(model, {name: packable.sites[name] for name in chosen if name not in tables}, mean, config)
+            _report_widths(packable, own, ", by names and shapes", config, report)
         config, chosen = config_of(config, own), chosen | own
     elif fitting.memory is not None:
         config, chosen = replace(config, bits=int(mean)), {name: tables.get(name, int(mean)) for name in chosen}
@@ -209,7 +210,7 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
     """The mean width with which the model takes so many bytes; says what they are for."""
     bits = bits_for_memory(model, fitting.memory, context=fitting.context, config=config)
     footprint = Footprint.of(model, fitting.context, config)
-    weights = f"{footprint.weights:,} weights, {bits:.2f} bits and {SCALE_BITS} for scales"
+    weights = f"{footprint.weights:,} weights, {bits:.2f} bits and {footprint.scale_bits} for scales"
     parts = footprint.parts | {weights: int(footprint.weight_bytes(bits))}
     report("memory", f"{fitting.memory:,} bytes")
     for what, taken in parts.items():
@@ -246,21 +247,22 @@ def _measured(
     report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
     layers = measure_widths(model, sample, config, device=device, progress=True)
     chosen = spend(layers, mean)
-    _report_widths(packable, chosen, "", report)
-    costs = sorted(layers, key=lambda name: layers[name].costs[BITS[0]] / layers[name].weights)
+    _report_widths(packable, chosen, "", config, report)
+    fewest = config.widths[0]
+    costs = sorted(layers, key=lambda name: layers[name].costs[fewest] / layers[name].weights)
     for extreme, name in (("most", costs[-1]), ("least", costs[0])):
-        cost = f"for {BITS[0]} cost {layers[name].costs[BITS[0]] / tokens:.2g} nats a token"
+        cost = f"for {fewest} cost {layers[name].costs[fewest] / tokens:.2g} nats a token"
         report("", f"{name}: {chosen[name]} bits, {cost}, the {extreme} for its size")
     return chosen
 
 
-def _report_widths(packable: Packable, chosen: Mapping[str, int], how: str, report) -> None:
+def _report_widths(packable: Packable, chosen: Mapping[str, int], how: str, config: KbitConfig, report) -> None:
     """Says how many layers have which width, and the mean of each kind."""
     counts = ", ".join(f"{count} in {width} bits" for width, count in sorted(Counter(chosen.values()).items()))
     weights, used = Counter(), Counter()
     for name, width in chosen.items():
         for key in ("", name.rpartition(".")[2]):
-            weights[key] += (stored := stored_weights([packable.sites[name]]))
+            weights[key] += (stored := stored_weights([packable.sites[name]], config))
             used[key] += stored * width
     means = {key: used[key] / weights[key] for key in weights}
     report("widths", f"{means.pop(''):.2f} bits for a weight{how}: {counts}")

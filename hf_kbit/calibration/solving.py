@@ -65,7 +65,9 @@ class Solving:
         if self.tune < 0:
             raise ValueError(f"tune: found {self.tune}, expected 0 or more steps")
 
-    def check_model(self, model: PreTrainedModel, sites: Iterable[Site], text: Text, device) -> None:
+    def check_model(
+        self, model: PreTrainedModel, sites: Iterable[Site], config: KbitConfig, text: Text, device
+    ) -> None:
         """Refuses a model of which these layers cannot be calibrated, or tuned."""
         if not stream.reads_tokens(model):
             raise ValueError(f"model: found {type(model).__name__}, expected a model that reads token ids (input_ids)")
@@ -78,7 +80,7 @@ class Solving:
                 "predicts the next token"
             )
         if self.tune and self.tune_whole:
-            tuning.check_room(model, stored_weights(sites), text.tokens, stream.resolve(device, model))
+            tuning.check_room(model, stored_weights(sites, config), text.tokens, stream.resolve(device, model))
 
 
 def sort(settings: dict[str, Any], *kinds: type) -> tuple[Any, ...]:

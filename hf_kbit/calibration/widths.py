@@ -22,14 +22,13 @@ from hf_kbit.calibration.evaluation import check, is_text
 from hf_kbit.calibration.routed import DenseProjection, opened
 from hf_kbit.calibration.sensitivity import check_gradients, gradients
 from hf_kbit.calibration.writing import draw, write
-from hf_kbit.format.spec import BITS
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import Site
 from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import Layer, by_rule, config_of, left, spend, stored_weights, units
 from hf_kbit.plan.config import KbitConfig, config_or
 from hf_kbit.plan.selection import check_any
-from hf_kbit.weight.packing import quantize_weight
+from hf_kbit.weight.packing import Recipe
 from hf_kbit.weight.tensor import KbitTensor
 
 LOGITS = 1 << 27  # as many at once, with their gradients
@@ -88,8 +87,8 @@ def choose_widths(
     >>> sorted({config.bits, *config.module_bits.values()})[0] >= 2
     True
     """
-    _check_mean(bits)
     config = config_or(config, arguments)
+    _check_mean(bits, config)
     if data is None:
         data = write(model, sequences, window, tokenizer=tokenizer, device=device, progress=progress)
     if not isinstance(data, torch.Tensor):
@@ -98,9 +97,10 @@ def choose_widths(
     return config_of(config, spend(layers, bits))
 
 
-def _check_mean(bits: float) -> None:
-    if not BITS[0] <= bits <= BITS[-1]:
-        raise ValueError(f"bits: found {bits}, expected {BITS[0]} to {BITS[-1]}")
+def _check_mean(bits: float, config: KbitConfig) -> None:
+    fewest, *_, most = config.widths
+    if not fewest <= bits <= most:
+        raise ValueError(f"bits: found {bits}, expected {fewest} to {most}")
 
 
 def measure(
@@ -132,7 +132,7 @@ def measure(
     together = max(LOGITS // (window * model.config.get_text_config().vocab_size), 1)
     rows = ids.split(window) if is_text(ids) else ids
     pieces = batches_of([row.to(model.device) for row in rows if len(row) > 1], together)
-    costs = {name: dict.fromkeys(BITS, 0.0) for name in names}
+    costs = {name: dict.fromkeys(config.widths, 0.0) for name in names}
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
     with stream.evaluating(model), opened(projections), bar:
@@ -143,12 +143,12 @@ def measure(
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
-    return {name: Layer(stored_weights([sites[name]]), found) for name, found in costs.items()}
+    return {name: Layer(stored_weights([sites[name]], config), found) for name, found in costs.items()}
 
 
 def _layers(model: nn.Module, config: KbitConfig) -> dict[str, Site]:
     """Which layers get a width of their own: all that it quantizes but tables, which have ``embedding_bits``."""
-    config = replace(config, bits=BITS[0], module_bits=left(config), embedding_bits=None)
+    config = replace(config, bits=config.widths[0], module_bits=left(config), embedding_bits=None)
     packable = selection.Packable(model)
     names = packable.choose(config)
     check_any(model, names)
@@ -199,7 +199,8 @@ def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, grad
 @torch.no_grad()
 def _decoded(weight: torch.Tensor, width: int, config: KbitConfig) -> torch.Tensor:
     """float32, as the weight ``[N, K]`` or ``[E, N, K]``: that weight after quantizing."""
-    packed = quantize_weight(weight, config.levels_for(width), config.scale == "search", config.transform)
+    how = config.decoding(width, weight.shape, is_table=False)
+    packed = Recipe(config.scale, config.transform).quantize(weight, how, "weight")
     return KbitTensor.of(packed, weight.shape, torch.float32).dequantize()
 
 
@@ -218,6 +219,6 @@ def widths_by_rule(model: PreTrainedModel, bits: float, *, config: KbitConfig | 
     >>> [config.bits_for(f"model.layers.4.self_attn.{name}_proj") for name in "qkvo"]
     [3, 4, 4, 3]
     """
-    _check_mean(bits)
     config = config or KbitConfig()
-    return config_of(config, by_rule(model, _layers(model, config), bits))
+    _check_mean(bits, config)
+    return config_of(config, by_rule(model, _layers(model, config), bits, config))

@@ -5,6 +5,7 @@ tensors by ``KbitLinear.load``, and has it in its state dict. Its class is the *
 blocks (``ScalarDecoding``, here), or a trellis in tiles (``trellis.TrellisDecoding``).
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -55,6 +56,7 @@ class Decoding(ABC):
         transformed: whether columns are scaled, or blocks rotated, before codes are chosen.
         keeps_inputs: why a product takes no 8-bit inputs; "" if it does.
         described: in words, besides the width.
+        scale_bits: that scales take of each weight, besides those of whole rows or columns.
         read_whole: whether each of several processes that share a weight reads all of it.
         units: of rows, and of columns, between which a matrix can be cut into parts that decode alone.
     """
@@ -66,12 +68,26 @@ class Decoding(ABC):
     transformed: bool
     keeps_inputs: str
     described: str
+    scale_bits = 0.0
     read_whole = False
     units: tuple[int, int]
 
     @abstractmethod
     def layout(self, shape: Sequence[int]) -> Layout:
-        """The tensors that files have of a weight ``[*lead, N, K]``."""
+        """The tensors that files have of a weight ``[*lead, N, K]``, first the one that has the codes."""
+
+    def nbytes(self, shape: Sequence[int]) -> int:
+        """Of all that files have of a weight ``[*lead, N, K]``."""
+        return sum(math.prod(size) * dtype.itemsize for dtype, size in self.layout(shape).values())
+
+    def codes(self, shape: Sequence[int]) -> int:
+        """How many there are for a weight ``[*lead, N, K]``: as many as it has numbers, and those of the padding.
+
+        >>> ScalarDecoding((-1.0, -0.25, 0.25, 1.0)).codes((4, 40))
+        256
+        """
+        dtype, size = next(iter(self.layout(shape).values()))
+        return math.prod(size) * dtype.itemsize * 8 // self.bits
 
     def fault(self, tensors: Mapping[str, torch.Tensor]) -> str:
         """What is wrong with the values of tensors, beginning with the name of one; "" if nothing is."""
@@ -118,6 +134,7 @@ class ScalarDecoding(Decoding):
     marks = ABSMAX
     names = WORDS, ABSMAX, COLUMNS
     units = 1, BLOCK_SIZE
+    scale_bits = 8 / BLOCK_SIZE
 
     levels: Levels
     exponent: int = 0

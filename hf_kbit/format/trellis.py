@@ -9,7 +9,6 @@ and there are no scales of blocks: both sides are rotated in blocks of 128, and 
 1.4.1 (MIT), of which the form was read, and beside which ``tests/test_trellis.py`` compares every bit.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -127,6 +126,17 @@ def inner(trellis: torch.Tensor, code: str, dtype: torch.dtype = torch.float16) 
     return weight
 
 
+def tiles_of(inner: torch.Tensor) -> torch.Tensor:
+    """``[K / 16, N / 16, 256]`` of a weight between the rotations, ``[N, K]``: as ``encode`` takes its tiles.
+
+    >>> trellis = torch.randint(-(2**15), 2**15, (2, 3, 48), dtype=torch.int16)
+    >>> torch.equal(tiles_of(inner(trellis, "mul1")), values(windows(trellis), "mul1"))
+    True
+    """
+    tiles = inner.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).permute(2, 0, 1, 3).flatten(2)
+    return tiles[..., (OUTPUT * TILE + INPUT).to(inner.device)]
+
+
 def to_units(targets: torch.Tensor, bits: int) -> torch.Tensor:
     """int64 of the same shape: float32 weights as sums in units of ``1 / UNITS``, as near as the steps and the range
     of sums allow. A product and a sum are each rounded in float32; halfway between steps the even one counts.
@@ -216,7 +226,7 @@ def unpack_signs(packed: torch.Tensor) -> torch.Tensor:
 def rotate(x: torch.Tensor, block: int = ROTATED) -> torch.Tensor:
     """``x`` times Sylvester's Hadamard matrix over its root, in blocks along the last dimension: its own inverse."""
     rows = x.reshape(-1, block).T.clone(memory_format=torch.contiguous_format)
-    return (butterflies(rows) / math.sqrt(block)).T.reshape(x.shape)
+    return (butterflies(rows) * block**-0.5).T.reshape(x.shape)  # some devices divide by a number otherwise
 
 
 def code_of(names: Mapping[str, object]) -> str:

@@ -10,12 +10,11 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_kbit.format.spec import BITS, BLOCK_SIZE, absmax_shape
+from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.spec import BITS
 from hf_kbit.nn.site import Site
 from hf_kbit.plan.config import KbitConfig
 from hf_kbit.plan.patterns import exactly
-
-SCALE_BITS = 8 / BLOCK_SIZE  # of a weight
 
 
 @dataclass(frozen=True)
@@ -31,14 +30,14 @@ def spend(layers: Mapping[str, Layer], bits: float) -> dict[str, int]:
 
     Exact for layers of one size if each width lowers a cost by less than the one before; near to it for others.
     """
-    chosen, weights = dict.fromkeys(layers, BITS[0]), sum(layer.weights for layer in layers.values())
-    left = bits * weights - weights * BITS[0]
+    chosen = {name: min(layer.costs) for name, layer in layers.items()}
+    left = sum(layer.weights * (bits - chosen[name]) for name, layer in layers.items())
     steps: list[tuple[float, str]] = []
 
     def offer(name: str) -> None:
         """What the next width of a layer gains for each weight; the layer's name makes equal gains a fixed order."""
         layer, width = layers[name], chosen[name]
-        if width < BITS[-1]:
+        if width + 1 in layer.costs:
             heapq.heappush(steps, ((layer.costs[width + 1] - layer.costs[width]) / layer.weights, name))
 
     for name in layers:
@@ -64,32 +63,45 @@ def left(config: KbitConfig) -> dict[str, None]:
     return {pattern: None for pattern, bits in config.module_bits.items() if bits is None}
 
 
-def stored_weights(sites: Iterable[Site]) -> int:
-    """Number of weights of these layers as they are stored: with what pads the last block of a row."""
-    shapes = [site.shape for site in sites]
-    return sum(math.prod((*shape[:-2], *absmax_shape(*shape[-2:]))) * BLOCK_SIZE for shape in shapes)
+def usual_decoding(site: Site, config: KbitConfig) -> Decoding:
+    """How it decodes, or nearly so, whatever its own width is: sizes of all widths follow from it."""
+    bits = math.floor(config.bits)
+    if site.is_table:
+        bits = config.embedding_bits or min(max(bits, BITS[0]), BITS[-1])
+    return config.decoding(bits, site.shape, site.is_table)
 
 
-def column_bytes(sites: Iterable[Site], config: KbitConfig) -> int:
-    """Bytes of these layers' column scales, one for each of their inputs where weights are transformed."""
-    return 0 if config.transform == "none" else sum(site.shape[-1] for site in sites)
+def stored_weights(sites: Iterable[Site], config: KbitConfig) -> int:
+    """Number of weights of these layers as they are stored: with padding."""
+    return sum(usual_decoding(site, config).codes(site.shape) for site in sites)
+
+
+def side_bytes(sites: Iterable[Site], config: KbitConfig) -> int:
+    """Bytes of these layers' scales of whole rows or columns."""
+    decodings = {site: usual_decoding(site, config) for site in sites}
+    return sum(
+        round(how.nbytes(site.shape) - how.codes(site.shape) * (how.bits + how.scale_bits) / 8)
+        for site, how in decodings.items()
+    )
 
 
 def packed_bytes(widths: Mapping[Site, int], config: KbitConfig) -> int:
     """Bytes of these layers, each in its width, with all scales."""
-    words = sum(stored_weights([site]) * (bits + SCALE_BITS) for site, bits in widths.items())
-    return round(words / 8) + column_bytes(widths, config)
+    return sum(config.decoding(bits, site.shape, site.is_table).nbytes(site.shape) for site, bits in widths.items())
 
 
-def gets_smaller(site: Site) -> bool:
-    """Whether a layer takes less in the widest width than in 16 bits: a short row is mostly the padding of its block,
-    and a column scale of few rows is as large as their codes.
+def gets_smaller(site: Site, config: KbitConfig) -> bool:
+    """Whether a layer takes less packed than in 16 bits: a short row may be mostly padding, and a scale of a column of
+    few rows is as large as their codes. Fewer bits than scalars have at most count as many.
 
     >>> from hf_kbit.nn.site import sites
-    >>> [gets_smaller(site) for site in sites(nn.Sequential(nn.Linear(8, 512), nn.Linear(32, 512))).values()]
-    [False, True]
+    >>> layers = sites(nn.Sequential(nn.Linear(8, 512), nn.Linear(32, 512), nn.Linear(512, 2))).values()
+    >>> [[gets_smaller(site, KbitConfig(codebook=of)) for site in layers] for of in ("optimal", "trellis")]
+    [[False, True, True], [False, True, False]]
     """
-    return stored_weights([site]) * (BITS[-1] + SCALE_BITS) / 8 + site.shape[-1] < 2 * math.prod(site.shape)
+    how = usual_decoding(site, config)
+    wider = how.codes(site.shape) * max(BITS[-1] - how.bits, 0) / 8
+    return how.nbytes(site.shape) + wider < 2 * math.prod(site.shape)
 
 
 def units(model: nn.Module, names: Iterable[str]) -> dict[str, list[str]]:
@@ -122,15 +134,18 @@ WIDE = 0.75  # more outputs than inputs
 FIRST, LAST = (3, 1.6), (2, 3.0)  # so many layers at the beginning, all of each; at the end, but attention
 
 
-def by_rule(model: nn.Module, sites: Mapping[str, Site], bits: float) -> dict[str, int]:
-    """Widths of these linear layers, ``bits`` on average, by names and shapes alone: more bits get keys and
-    values that several heads share, the first layers of the model, and what is no attention in the last ones."""
+def by_rule(model: nn.Module, sites: Mapping[str, Site], bits: float, config: KbitConfig) -> dict[str, int]:
+    """Widths of these linear layers, of those that a config has, ``bits`` on average, by names and shapes alone: more
+    bits get keys and values that several heads share, the first layers of the model, and what is no attention in the
+    last ones."""
     layers = {}
     for unit, inside in units(model, sites).items():
         for name in inside:
-            weights = stored_weights([sites[name]])
+            weights = stored_weights([sites[name]], config)
             cost = weights * _sensitivity(model, sites[name], unit)
-            layers[name] = Layer(weights, {width: cost * 4.0**-width for width in BITS})  # as rounding errors fall
+            layers[name] = Layer(
+                weights, {width: cost * 4.0**-width for width in config.widths}
+            )  # as rounding errors fall
     return spend(layers, bits)
 
 

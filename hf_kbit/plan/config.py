@@ -97,6 +97,9 @@ class KbitConfig(QuantizationConfigMixin):
             raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
         check_scale(self.scale)
         check_transform(self.transform)
+        if self.codebook == TRELLIS and (self.scale, self.transform) != (DEFAULT_SCALE, DEFAULT_TRANSFORM):
+            found = f"scale {self.scale!r} and transform {self.transform!r}"
+            raise ValueError(f"codebook: found {TRELLIS!r} with {found}, expected none: a trellis has one way")
         if check_inputs(self.inputs) and self.transform == "none":
             raise ValueError(f"inputs: found {self.inputs!r} and transform 'none', expected transformed layers for it")
         left = () if self.modules_to_not_convert is None else self.modules_to_not_convert

@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
-from hf_kbit.format.spec import BITS
 from hf_kbit.plan import selection
-from hf_kbit.plan.allocation import SCALE_BITS, column_bytes, packed_bytes, stored_weights
+from hf_kbit.plan.allocation import packed_bytes, side_bytes, stored_weights, usual_decoding
 from hf_kbit.plan.config import KbitConfig, config_or
 from hf_kbit.plan.selection import check_any
 
@@ -25,10 +24,14 @@ class Footprint:
 
     Attributes:
         weights: number of those that get a width, with padding.
+        scale_bits: what scales take of each of them.
+        widest: of the widths.
         parts: ``{what: bytes}`` of everything else.
     """
 
     weights: int
+    scale_bits: float
+    widest: int
     parts: dict[str, int]
 
     @classmethod
@@ -44,19 +47,20 @@ class Footprint:
         parts = {
             "what is not quantized": whole - sum(sites[name].weight.nbytes for name in chosen),
             "tables of embeddings": packed_bytes({sites[name]: bits for name, bits in tables.items()}, config),
-            "column scales": column_bytes(layers, config),
+            "scales of rows and columns": side_bytes(layers, config),
             f"what is kept of {context:,} tokens": cache_bytes(model, context),
         }
-        return cls(stored_weights(layers), parts)
+        of_scales = usual_decoding(layers[0], config).scale_bits
+        return cls(stored_weights(layers, config), of_scales, config.widths[-1], parts)
 
     def weight_bytes(self, bits: float) -> float:
         """Of weights of so many bits on average, and their scales."""
-        return self.weights * (bits + SCALE_BITS) / 8
+        return self.weights * (bits + self.scale_bits) / 8
 
     def bits_in(self, memory: float) -> float:
-        """The mean width with which all of it takes so many bytes, 5 at most."""
-        bits = (memory - sum(self.parts.values())) * 8 / self.weights - SCALE_BITS
-        return min(bits, float(BITS[-1]))
+        """The mean width with which all of it takes so many bytes, the widest at most."""
+        bits = (memory - sum(self.parts.values())) * 8 / self.weights - self.scale_bits
+        return min(bits, float(self.widest))
 
 
 def bits_for_memory(
@@ -95,11 +99,11 @@ def bits_for_memory(
     config, memory = config_or(config, arguments), parse_size(memory)
     footprint = Footprint.of(model, context, config)
     bits = footprint.bits_in(memory)
-    if bits < BITS[0]:
-        least = sum(footprint.parts.values()) + footprint.weight_bytes(BITS[0])
+    if bits < (fewest := config.widths[0]):
+        least = sum(footprint.parts.values()) + footprint.weight_bytes(fewest)
         raise ValueError(
             f"memory: found {memory:,} bytes, expected {least:,.0f} or more, for what is not "
-            f"quantized, tables, column scales, the cache of {context:,} tokens and weights of {BITS[0]} bits"
+            f"quantized, tables, scales, the cache of {context:,} tokens and weights of {fewest} bits"
         )
     return bits
 

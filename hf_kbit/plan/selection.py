@@ -36,6 +36,10 @@ def _is_router(model, name: str) -> bool:
     )
 
 
+def _is_small(site: Site, config: KbitConfig) -> bool:
+    return (site.is_table and site.shape[0] < FEW_ROWS) or not gets_smaller(site, config)
+
+
 def check_any(model: nn.Module, names: Iterable[str]) -> None:
     """Refuses a model of which no layers are to be quantized."""
     if not names:
@@ -71,7 +75,7 @@ class Packable:
         self.unusual = {site.name: why for site in once if (why := obstacle(site))}
         self.written = written(model, once)
         reasons = _heads_and_routers(model, self.sites)
-        small = (s.name for s in once if (s.is_table and s.shape[0] < FEW_ROWS) or not gets_smaller(s))
+        small = (site.name for site in once if _is_small(site, KbitConfig()))
         reasons |= dict.fromkeys(small, "small")
         reasons |= self.written | _kept_in_float32(model, self.sites) | self.unusual | _of_adapters(model, self.sites)
         groups = _tied(model)
@@ -86,6 +90,11 @@ class Packable:
 
         # Tables, and heads that are stored for a table that is tied to them.
         self._looked_up = self.tables | set(self.ties.values())
+
+    def reasons_for(self, config: KbitConfig) -> dict[str, str]:
+        """``reasons``, and what else is small as this config would pack it."""
+        small = (name for name in self.names if _is_small(self.sites[name], config))
+        return dict.fromkeys(small, "small") | self.reasons
 
     def tables_in(self, chosen: Mapping[str, int]) -> dict[str, int]:
         """Those in what ``choose`` gives that are stored for a table."""
@@ -103,10 +112,10 @@ class Packable:
             ValueError: a pattern of ``module_bits`` names nothing of the kind, or what cannot be quantized; one of
                 ``modules_to_not_convert`` names nothing at all.
         """
-        chosen, chooser = {}, Chooser(config)
+        chosen, chooser, reasons = {}, Chooser(config), self.reasons_for(config)
         self._check_patterns(chooser)
         for name in self.names:
-            (bits, asked_for), reason = chooser.choose(name, name in self._looked_up), self.reasons.get(name)
+            (bits, asked_for), reason = chooser.choose(name, name in self._looked_up), reasons.get(name)
             if asked_for and (name in self.unusual or reason in ("tied", "fixed")):
                 raise ValueError(f"{name}: module_bits asks for {bits} bits, but {self._why_not(name)}")
             default = reason is None or (reason == "head" and not config.skip_default_modules)

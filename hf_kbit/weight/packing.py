@@ -87,18 +87,21 @@ class Rows:
         """
         if self._largest is None:
             deque(self, maxlen=0)
-        largest = self._largest.item()
-        if not largest < float("inf"):
-            raise ValueError(f"{self._name}: found NaN or infinite values, expected finite ones")
-        if largest >= TOO_LARGE:
-            found = f"found magnitudes up to {largest:.4g}, expected them below {TOO_LARGE:.4g}"
-            raise ValueError(f"{self._name}: {found}")
-        return largest
+        return check_magnitude(self._largest.item(), self._name)
 
     @property
     def weight(self) -> torch.Tensor:
         """All of it at once."""
         return self.original if self.columns is None else torch.cat(list(self)).view(self.shape)
+
+
+def check_magnitude(largest: float, name: str) -> float:
+    """Returns the largest magnitude of a weight, if it can be quantized."""
+    if not largest < float("inf"):
+        raise ValueError(f"{name}: found NaN or infinite values, expected finite ones")
+    if largest >= TOO_LARGE:
+        raise ValueError(f"{name}: found magnitudes up to {largest:.4g}, expected them below {TOO_LARGE:.4g}")
+    return largest
 
 
 def check_scale(scale: object) -> str:

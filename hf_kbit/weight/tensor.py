@@ -91,6 +91,7 @@ class KbitTensor(torch.Tensor):
 
     decodes: type[Decoding]
     files: Mapping[str, str]  # names that tensors have in files, by those that they have in ``parts``
+    columns: torch.Tensor | None = None  # its scales of columns, if another weight can be quantized with them
 
     words = property(lambda self: self.parts["words"])
     matrix = property(lambda self: self.parts["matrix"])

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from hf_kbit.format.trellis import TILE, TrellisDecoding
 from hf_kbit.ops import trellis as ops
+from hf_kbit.weight import trellis_packing
 from hf_kbit.weight.tensor import KbitTensor
 
 
@@ -51,7 +52,7 @@ class TrellisTensor(KbitTensor):
 
     @staticmethod
     def quantize(weight, decoding, recipe, name, columns=None):
-        raise NotImplementedError
+        return trellis_packing.quantize(weight, decoding, recipe.balances, name)
 
     def decoded(self, dtype):
         if self.svh.shape[-1] % self.decoding.block:

@@ -148,7 +148,7 @@ class KbitHfQuantizer(HfQuantizer):
             fit.check_apart(weights, known, self.mxfp4)
         if chosen and config.bits % 1:  # a mean
             of_mean = {name: packable.sites[name] for name, bits in chosen.items() if bits % 1}
-            widths = allocation.by_rule(model, of_mean, config.bits)
+            widths = allocation.by_rule(model, of_mean, config.bits, config)
             self.quantization_config = config = allocation.config_of(config, widths)
             chosen |= widths
         if not chosen:
