@@ -53,7 +53,7 @@ def solve(
     columns, hessian = F.pad(weight, (0, padding)), F.pad(hessian, (0, padding, 0, padding))
     order = _order(hessian.diagonal())
     columns, hessian, kept = columns.T[order].contiguous(), hessian[order][:, order], kept[order]
-    target, root = columns.clone(), _inverse_root(hessian, damping)
+    target, root = columns.clone(), inverse_root(hessian, damping)
     codes = torch.empty_like(columns, dtype=torch.uint8)
     absmax = torch.empty((len(columns) // BLOCK_SIZE, len(weight)), dtype=torch.uint8, device=weight.device)
     first = slice(BLOCK_SIZE)
@@ -75,7 +75,7 @@ def _order(moments: torch.Tensor) -> torch.Tensor:
     return (inside[blocks] + blocks[:, None] * BLOCK_SIZE).flatten()
 
 
-def _inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
+def inverse_root(hessian: torch.Tensor, damping: torch.Tensor) -> torch.Tensor:
     """float32 upper triangular U with ``U.T @ U`` the inverse of the Hessian with ``damping`` on its diagonal."""
     # Cholesky from the last column to the first: the inverse of this factor is U.
     upper = cholesky(hessian.flip(0, 1), damping).flip(0, 1)

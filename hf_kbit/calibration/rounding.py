@@ -6,15 +6,18 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from hf_kbit.calibration import launches
+from hf_kbit.calibration import launches, trellis
 from hf_kbit.calibration.moments import Moments, aim
 from hf_kbit.calibration.routed import DenseProjection
 from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import COLUMNS
 from hf_kbit.format.reference import decode_e4m4
 from hf_kbit.format.transforms import of_moments, to_stored
+from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.weight import trellis_packing
 from hf_kbit.weight.balance import balance_for
 from hf_kbit.weight.tensor import Packed
 
@@ -33,6 +36,9 @@ def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moment
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
     columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
     weight = aim(weight.float(), moments)
+    if _has_trellis(layer, solver):
+        layer.load(trellis.solve(weight, moments.second, layer.decoding, layer.recipe.balances, f"{name}.weight"))
+        return ""
     how = layer.quantize(weight, f"{name}.weight", columns)
     if not _is_done(how, solver):
         for stored, found in zip(how.tensors.values(), _rounded(weight, moments, how, solver), strict=False):
@@ -54,6 +60,8 @@ def round_projection(
         together = Moments(sum(share.moments.second for share in shares), None)
         together.check(name)
         columns = balance_for(weight.flatten(0, 1), together.second)
+    if _has_trellis(layer, solver):
+        return _round_trellises(name, layer, weight, shares), ""
     how = layer.quantize(weight, name, columns)
     for expert, (rows, moments) in enumerate(() if _is_done(how, solver) else shares):
         moments.check(name)
@@ -64,6 +72,26 @@ def round_projection(
                 stored[expert] = found
     layer.load(how)
     return few, how.untransformed
+
+
+def _has_trellis(layer: KbitWeight, solver: ModuleType) -> bool:
+    """Whether a layer is solved as a trellis. With the diagonal alone column scales are all that a solver changes."""
+    return isinstance(layer.decoding, TrellisDecoding) and not solver.DIAGONAL
+
+
+def _round_trellises(name: str, layer: KbitProjection, weight: torch.Tensor, shares) -> list[bool]:
+    """``round_projection`` for trellises: no two experts have scales in common."""
+    found, few, how = [], [], (layer.decoding, layer.recipe.balances, name)
+    for matrix, (rows, moments) in zip(weight, shares, strict=True):
+        moments.check(name)
+        few.append(rows < FEW * layer.in_features)
+        if few[-1]:
+            found.append(trellis_packing.quantize(matrix, *how))
+        else:
+            found.append(trellis.solve(aim(matrix.float(), moments), moments.second, *how))
+    tensors = {own: torch.stack([each.tensors[own] for each in found]) for own in layer.decoding.names}
+    layer.load(Packed(tensors, found[0].decoding))
+    return few
 
 
 def _is_done(how: Packed, solver: ModuleType) -> bool:

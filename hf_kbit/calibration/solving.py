@@ -12,7 +12,7 @@ from hf_kbit.calibration import feedback, stream, tuning, weighted
 from hf_kbit.calibration.data import Text
 from hf_kbit.nn.site import Site
 from hf_kbit.plan.allocation import stored_weights
-from hf_kbit.plan.config import KbitConfig
+from hf_kbit.plan.config import TRELLIS, KbitConfig
 
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
@@ -62,6 +62,10 @@ class Solving:
             raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
         if not isinstance(self.tune, int):
             raise TypeError(f"tune: found {self.tune!r}, expected a number of steps, or True")
+        if self.tune and config.codebook == TRELLIS:
+            raise ValueError(
+                f"tune: found {self.tune} with codebook {TRELLIS!r}, expected 0: no code of it is trained"
+            )
         if self.tune < 0:
             raise ValueError(f"tune: found {self.tune}, expected 0 or more steps")
 

@@ -128,7 +128,7 @@ class Recipe:
 
     def quantize(self, weight: torch.Tensor, decoding: Decoding, name: str, columns=None) -> Packed:
         """A weight ``[*lead, N, K]`` quantized so, on its own device, to decode about so. ``columns``: as for
-        ``quantize_weight``, for a scalar weight."""
+        ``quantize_weight``."""
         return KINDS[type(decoding)].quantize(weight, decoding, self, name, columns)
 
     def quantize_scalar(self, weight: torch.Tensor, levels: Levels, name: str, columns=None) -> Packed:

@@ -52,7 +52,7 @@ class TrellisTensor(KbitTensor):
 
     @staticmethod
     def quantize(weight, decoding, recipe, name, columns=None):
-        return trellis_packing.quantize(weight, decoding, recipe.balances, name)
+        return trellis_packing.quantize(weight, decoding, recipe.balances, name, columns)
 
     def decoded(self, dtype):
         if self.svh.shape[-1] % self.decoding.block:

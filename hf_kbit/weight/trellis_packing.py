@@ -49,7 +49,9 @@ class Scales(NamedTuple):
         return self._replace(svh=(self.svh.float() * factor).clamp(-LARGEST_FLOAT16, LARGEST_FLOAT16).half())
 
 
-def quantize(weight: torch.Tensor, decoding: TrellisDecoding, balances: bool, name: str) -> Packed:
+def quantize(
+    weight: torch.Tensor, decoding: TrellisDecoding, balances: bool, name: str, columns: torch.Tensor | None = None
+) -> Packed:
     """A weight on its own device, with memory for some of its rows besides the result.
 
     A row or a column of zeros decodes to zeros. The code is ``mul1``, whatever ``decoding`` has, and each matrix has
@@ -58,6 +60,7 @@ def quantize(weight: torch.Tensor, decoding: TrellisDecoding, balances: bool, na
     Args:
         weight: float32, float16 or bfloat16 ``[*lead, N, K]``, a tensor or ``reference.matrices``.
         balances: whether columns get scales (``balance.balance``).
+        columns: as for ``packing.quantize_weight``.
         name: what errors call the weight.
 
     Raises:
@@ -67,17 +70,22 @@ def quantize(weight: torch.Tensor, decoding: TrellisDecoding, balances: bool, na
     >>> [tuple(tensor.shape) for tensor in packed.tensors.values()]
     [(8, 4, 64), (128,), (64,)]
     """
-    decoding = replace(decoding, code=CODE, stacked=1)
+    decoding = encodable(decoding)
     layout = decoding.layout(weight.shape).items()
     tensors = {own: torch.empty(size, dtype=dtype, device=weight.device) for own, (dtype, size) in layout}
     places = itertools.product(*map(range, weight.shape[:-2]))
     lost = ""
     for place, matrix in zip(places, matrices(weight), strict=True):
         own, its = {name: tensor[place] for name, tensor in tensors.items()}, check(matrix, name)
-        scales = scales_of(matrix, decoding, balances)
-        scales = scales.times(_best_factor(matrix, decoding, scales))
+        scales = scales_of(matrix, decoding, balances, columns)
+        scales = scales.times(best_factor(matrix, decoding, scales))
         lost = lost or scales.lost or _encode(matrix, decoding, scales, its, own)
     return Packed(tensors, decoding, lost=lost)
+
+
+def encodable(decoding: TrellisDecoding) -> TrellisDecoding:
+    """How a weight decodes that was to decode so, once it is encoded."""
+    return replace(decoding, code=CODE, stacked=1)
 
 
 def check(matrix: torch.Tensor, name: str) -> float:
@@ -100,11 +108,14 @@ def signs(count: int, side: int, device: torch.device | str) -> torch.Tensor:
     return (1 - 2 * (found >> 16 & 1)).float()
 
 
-def scales_of(matrix: torch.Tensor, decoding: TrellisDecoding, balances: bool) -> Scales:
+def scales_of(
+    matrix: torch.Tensor, decoding: TrellisDecoding, balances: bool, columns: torch.Tensor | None = None
+) -> Scales:
     """Scales with which all blocks of a matrix have root mean square 1, as far as float16 holds them."""
     rows, width = matrix.shape
-    balances = balances and largest_magnitude(matrix) <= MOST_TO_TRANSFORM
-    columns = decode_e4m4(balance(matrix)) if balances else torch.ones(width, device=matrix.device)
+    if columns is None and balances and largest_magnitude(matrix) <= MOST_TO_TRANSFORM:
+        columns = balance(matrix)
+    columns = torch.ones(width, device=matrix.device) if columns is None else decode_e4m4(columns)
     used = torch.zeros(width, dtype=torch.bool, device=matrix.device)
     squares, sizes = torch.zeros(decoding.padded(width), dtype=torch.float64, device=matrix.device), []
     for part in _parts(matrix, decoding):
@@ -165,7 +176,7 @@ def _power(sizes: torch.Tensor, rows: int) -> tuple[int, str]:
 # --- the scale of all -----------------------------------------------------------------------------
 
 
-def _best_factor(matrix: torch.Tensor, decoding: TrellisDecoding, scales: Scales) -> float:
+def best_factor(matrix: torch.Tensor, decoding: TrellisDecoding, scales: Scales) -> float:
     """What scales are multiplied by, for the least squared error of some tiles."""
     block, starts = decoding.block, range(0, len(matrix), decoding.block)
     count = min(_BLOCKS, len(starts))

@@ -179,7 +179,7 @@ def test_float64_where_float32_has_too_few_digits():
     inputs = torch.randint(-8, 9, (40, 64), generator=cases.generator(5)).float()
     hessian, damping = inputs.T @ inputs, torch.tensor(1e-5)
     assert torch.linalg.cholesky_ex(hessian + damping * torch.eye(64)).info
-    root = feedback._inverse_root(hessian, damping).double()
+    root = feedback.inverse_root(hessian, damping).double()
     expected = torch.linalg.inv(hessian.double() + damping * torch.eye(64))
     assert (root.T @ root - expected).norm() < 1e-5 * expected.norm()
 

@@ -1,0 +1,94 @@
+"""Error feedback for a weight that has a trellis: rows of tiles are encoded one after another, 16 in_features each,
+and what that does to the layer's outputs, those to come make up for."""
+
+import torch
+import torch.nn.functional as F
+
+from hf_kbit.calibration.feedback import DAMPING, inverse_root
+from hf_kbit.calibration.moments import damping_of
+from hf_kbit.format.trellis import MOST_LEAD, TILE, TrellisDecoding, rotate, tiles_of
+from hf_kbit.weight.tensor import Packed
+from hf_kbit.weight.trellis_packing import (
+    CODE,
+    best_factor,
+    check,
+    encodable,
+    inner_of,
+    outer_of,
+    scales_of,
+)
+
+ROWS = 1 << 15  # out_features that are solved at once, a multiple of all blocks
+
+
+def solve(
+    weight: torch.Tensor, hessian: torch.Tensor, decoding: TrellisDecoding, balances: bool, name: str = "weight"
+) -> Packed:
+    """A weight with a small squared error of the layer's outputs, ``trace(D @ hessian @ D.T)`` for the difference D of
+    the decoded weight and ``weight``.
+
+    Scales of both sides are those without data. Rows of tiles go in descending order of their rotated inputs' moments,
+    so that the largest errors are made while many are left; nothing of that order is stored. At last each out_feature
+    gets the scale that is best for its codes.
+
+    Args:
+        weight: float32 ``[N, K]``, finite.
+        hessian: float32 ``[K, K]``: the sum of ``x @ x.T`` over tokens.
+        decoding, balances, name: as for ``trellis_packing.quantize``.
+
+    Source: GPTQ (arXiv:2210.17323), which is LDLQ of QuIP (arXiv:2307.13304); by blocks of the columns of a tile as
+    QTIP (arXiv:2406.11235) has it.
+    """
+    check(weight, name)
+    decoding = encodable(decoding)
+    scales = scales_of(weight, decoding, balances)
+    scales = scales.times(best_factor(weight, decoding, scales))
+    turned = _turned(hessian, scales.suh, decoding.block)
+    damping = damping_of(turned, DAMPING)
+    sums = turned.diagonal().view(-1, TILE).sum(1)
+    order = sums.sort(descending=True, stable=True).indices
+    places = (order[:, None] * TILE + torch.arange(TILE, device=order.device)).flatten()
+    root = inverse_root(turned[places][:, places], damping)
+    trellis, svh = [], []
+    for start in range(0, len(weight), ROWS):
+        rows, own = weight[start : start + ROWS], scales.svh[start : start + ROWS]
+        codes = _encoded(inner_of(rows, scales.suh, own, decoding.block)[:, places], root, decoding.bits)
+        codes = torch.empty_like(codes).index_copy_(0, order, codes)
+        inner = torch.ops.hf_kbit.decode_trellis(codes, CODE, torch.float32)
+        decoded = outer_of(inner, scales.suh, decoding.block)[: len(rows), : rows.shape[1]]
+        trellis.append(codes)
+        svh.append(_best_sizes(rows, decoded, own, hessian))
+    tensors = torch.cat(trellis, 1), scales.suh, torch.cat(svh)
+    return Packed(dict(zip(decoding.names, tensors, strict=True)), decoding, lost=scales.lost)
+
+
+def _turned(hessian: torch.Tensor, suh: torch.Tensor, block: int) -> torch.Tensor:
+    """The Hessian of what the weight between the rotations is multiplied by, padded."""
+    missing, scale = len(suh) - len(hessian), suh.float()
+    padded = F.pad(hessian, (0, missing, 0, missing)) * scale * scale[:, None]
+    return rotate(rotate(padded, block).T, block)
+
+
+def _encoded(columns: torch.Tensor, root: torch.Tensor, bits: int) -> torch.Tensor:
+    """int16 ``[K / 16, N / 16, 16 * bits]`` of what is to be encoded, float32 ``[N, K]``, and upper triangular U with
+    ``U.T @ U`` the inverse of the Hessian, both in the order to go by."""
+    codes = []
+    columns = columns.clone()
+    for start in range(0, columns.shape[1], TILE):
+        own, later = slice(start, start + TILE), slice(start + TILE, None)
+        found = torch.ops.hf_kbit.encode_trellis(tiles_of(columns[:, own])[0], bits, MOST_LEAD)[None]
+        errors = columns[:, own] - torch.ops.hf_kbit.decode_trellis(found, CODE, torch.float32)
+        errors = torch.linalg.solve_triangular(root[own, own], errors, upper=True, left=False)
+        columns[:, later] -= errors @ root[own, later]
+        codes.append(found)
+    return torch.cat(codes)
+
+
+def _best_sizes(rows: torch.Tensor, decoded: torch.Tensor, svh: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """float16, as ``svh``: of each row the scale for which the error of the layer's outputs is least; the one that it
+    has where that would have another sign."""
+    through = decoded @ hessian
+    square = (through * decoded).sum(1)
+    found = (through * rows).sum(1) / torch.where(square > 0, square, 1.0)
+    found = F.pad(found, (0, len(svh) - len(rows)))
+    return torch.where((found * svh > 0) & found.half().isfinite(), found.half(), svh)
