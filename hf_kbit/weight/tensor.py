@@ -100,6 +100,7 @@ class KbitTensor(torch.Tensor):
     def __init_subclass__(cls, **kwargs):
         super().__init_subclass__(**kwargs)
         KINDS[cls.decodes] = cls
+        torch.serialization.add_safe_globals([cls])
 
     @staticmethod
     def __new__(cls, data, parts=None, decoding=None, dtype=None, tiles=True, *, requires_grad=False):

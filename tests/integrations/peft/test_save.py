@@ -8,6 +8,7 @@ from peft import AutoPeftModelForCausalLM, PeftConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from hf_kbit.weight.scalar import ScalarTensor
 from hf_kbit.weight.tensor import KbitTensor
 
 
@@ -16,8 +17,8 @@ def test_saving_adapters_does_not_touch_packed_weights(settings, device, tmp_pat
     """None is decoded or brought back to the stored form; tables are in no file."""
     targets = {"target_modules": ["q_proj", "embed_tokens"]}
     model = adapted(quantized(device, embedding_bits=4), lora(**targets, **settings))
-    for method in ("dequantize", "_repacked", "file_tensors"):
-        monkeypatch.setattr(KbitTensor, method, None)
+    for method in ("dequantize", "as_stored", "file_tensors"):
+        monkeypatch.setattr(ScalarTensor, method, None)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "adapter_model.safetensors")
     state = peft.get_peft_model_state_dict(model, model.state_dict(keep_vars=True))

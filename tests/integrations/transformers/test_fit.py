@@ -86,7 +86,7 @@ DAMAGES = {
     ),
     "columns of a float layer": (
         tensors(lambda stored: stored.update({f"{HEAD}_columns": stored[COLUMNS].clone()})),
-        f"{HEAD}_columns: left over",
+        f"{HEAD}_absmax: missing, expected beside {HEAD}_columns",
     ),
 }
 
