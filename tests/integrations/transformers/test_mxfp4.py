@@ -74,7 +74,8 @@ def test_whole_life(path, tmp_path):
     assert projections(model).keys() == set(NAMES)
     for name, projection in projections(model).items():
         assert same_bits(projection.dequantize().mT, expected[name]), name
-        assert (projection.bits, projection.decoding.levels) == (4, codebooks.fp4()) and projection.weight.columns is None
+        assert (projection.bits, projection.decoding.levels) == (4, codebooks.fp4())
+        assert projection.weight.columns is None
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
     assert not any(name.endswith(("_blocks", "_scales")) for name in stored)
