@@ -36,12 +36,17 @@ def solve(
         hessian: float32 ``[K, K]``: the sum of ``x @ x.T`` over tokens.
         decoding, balances, name: as for ``trellis_packing.quantize``.
 
+    Raises:
+        ValueError: as there; or float16 scales do not hold the weight.
+
     Source: GPTQ (arXiv:2210.17323), which is LDLQ of QuIP (arXiv:2307.13304); by blocks of the columns of a tile as
     QTIP (arXiv:2406.11235) has it.
     """
     check(weight, name)
     decoding = encodable(decoding)
     scales = scales_of(weight, decoding, balances)
+    if scales.lost:
+        raise ValueError(f"{name}: {scales.lost}; leave the layer in 16 bits")
     scales = scales.times(best_factor(weight, decoding, scales))
     turned = _turned(hessian, scales.suh, decoding.block)
     damping = damping_of(turned, DAMPING)
@@ -59,7 +64,7 @@ def solve(
         trellis.append(codes)
         svh.append(_best_sizes(rows, decoded, own, hessian))
     tensors = torch.cat(trellis, 1), scales.suh, torch.cat(svh)
-    return Packed(dict(zip(decoding.names, tensors, strict=True)), decoding, lost=scales.lost)
+    return Packed(dict(zip(decoding.names, tensors, strict=True)), decoding)
 
 
 def _turned(hessian: torch.Tensor, suh: torch.Tensor, block: int) -> torch.Tensor:
