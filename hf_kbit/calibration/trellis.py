@@ -44,6 +44,11 @@ def solve(
 
     Source: GPTQ (arXiv:2210.17323), which is LDLQ of QuIP (arXiv:2307.13304); by blocks of the columns of a tile as
     QTIP (arXiv:2406.11235) has it.
+
+    >>> x = torch.randn(200, 32)
+    >>> packed = solve(torch.randn(64, 32), x.T @ x, TrellisDecoding(3, block=32), balances=True)
+    >>> packed.tensors["trellis"].shape
+    torch.Size([2, 4, 48])
     """
     check(weight, name)
     decoding = encodable(decoding)
