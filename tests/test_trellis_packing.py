@@ -95,10 +95,13 @@ def test_sides_that_are_no_multiples():
 def test_rows_and_columns_of_zeros():
     """They decode to zeros, and cost the others nothing."""
     weight = gaussian(128, 128)
-    weight[3:70], weight[:, 64:] = 0, 0
-    found = decoded(quantized(weight, 3), weight.shape)
-    assert not found[3:70].any() and not found[:, 64:].any()
-    assert error(weight, found) < 0.0185
+    weight[3:60], weight[:, 70:125] = 0, 0
+    packed = Recipe(balances=False).quantize(weight, TrellisDecoding(3, block=64), "weight")
+    found = decoded(packed, weight.shape)
+    assert not found[3:60].any() and not found[:, 70:125].any()
+    # Much of the error in blocks of few that are not zeros goes with the zeros. Measured: .0064 and .0046.
+    assert error(weight[:60], found[:60]) < 0.01 and error(weight[:, 64:], found[:, 64:]) < 0.01
+    assert error(weight, found) < 0.0176
     assert not decoded(quantized(torch.zeros(32, 32)), (32, 32)).any()
 
 

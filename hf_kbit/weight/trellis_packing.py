@@ -79,7 +79,8 @@ def quantize(
         own, its = {name: tensor[place] for name, tensor in tensors.items()}, check(matrix, name)
         scales = scales_of(matrix, decoding, balances, columns)
         scales = scales.times(best_factor(matrix, decoding, scales))
-        lost = lost or scales.lost or _encode(matrix, decoding, scales, its, own)
+        too_large = _encode(matrix, decoding, scales, its, own)
+        lost = lost or scales.lost or too_large
     return Packed(tensors, decoding, lost=lost)
 
 
@@ -125,14 +126,12 @@ def scales_of(
         ratios = part / torch.where(sizes[-1] > 0, sizes[-1], 1.0)[:, None]
         squares[:width] += (ratios * _ONE).round_().square_().sum(0, dtype=torch.float64)
     sizes = F.pad(torch.cat(sizes), (0, decoding.padded(rows) - rows))
-    sizes = sizes * _of_blocks((sizes > 0).double(), decoding.block)
+    sizes = sizes * _of_blocks((sizes > 0).double(), decoding.block, 1.0)
     of_inputs = F.pad(torch.where(used, columns, 0.0), (0, len(squares) - width))
-    suh = (
-        of_inputs * _of_blocks(squares / (_ONE**2 * rows), decoding.block) * signs(len(squares), INPUTS, matrix.device)
-    )
+    suh = of_inputs * _of_blocks(squares, decoding.block, _ONE**2 * rows) * signs(len(squares), INPUTS, matrix.device)
     power, lost = _power(sizes, rows)
-    svh = torch.ldexp(sizes, torch.tensor(-power)) * signs(len(sizes), OUTPUTS, matrix.device)
-    suh = torch.ldexp(suh, torch.tensor(power))
+    svh = sizes * 2.0**-power * signs(len(sizes), OUTPUTS, matrix.device)
+    suh = suh * 2.0**power
     return Scales(*(each.clamp(-LARGEST_FLOAT16, LARGEST_FLOAT16).half() for each in (suh, svh)), lost)
 
 
@@ -146,13 +145,14 @@ def _root_mean_square(rows: torch.Tensor) -> torch.Tensor:
     """float32 ``[n]``, of float32 ``[n, K]``."""
     largest = rows.abs().amax(1)
     whole = (rows / torch.where(largest > 0, largest, 1.0)[:, None] * _LARGEST).round_()
-    mean = whole.square_().sum(1, dtype=torch.float64) / rows.shape[1]
+    mean = whole.square_().sum(1, dtype=torch.float64) * (1 / rows.shape[1])
     return (largest.double() * mean.sqrt() / _LARGEST).float()
 
 
-def _of_blocks(squares: torch.Tensor, block: int) -> torch.Tensor:
-    """float32 ``[n]``: for each number the root of the mean of its block; 1 in a block of zeros."""
-    mean = squares.view(-1, block).mean(1)
+def _of_blocks(squares: torch.Tensor, block: int, unit: float) -> torch.Tensor:
+    """float32 ``[n]``: for each number the root of the mean of its block, in units; 1 in a block of zeros. Here too
+    what is added are whole numbers."""
+    mean = squares.view(-1, block).sum(1) * (1 / (block * unit))  # some devices divide by a number as by a tensor
     return torch.where(mean > 0, mean.sqrt(), 1.0).float().repeat_interleave(block)
 
 
@@ -187,7 +187,8 @@ def best_factor(matrix: torch.Tensor, decoding: TrellisDecoding, scales: Scales)
         for start in chosen:
             rows = slice(start, start + block)
             tiles = tiles_of(inner_of(matrix[rows], own.suh, own.svh[rows], decoding.block)).flatten(0, 1)
-            targets.append(tiles[torch.arange(min(each, len(tiles)), device=tiles.device) * len(tiles) // each])
+            number = min(each, len(tiles))
+            targets.append(tiles[torch.arange(number, device=tiles.device) * len(tiles) // number])
         targets = torch.cat(targets)
         found = torch.ops.hf_kbit.encode_trellis(targets, decoding.bits, _SHORT_LEAD)
         missed = (values(windows(found[None]), CODE)[0].float() - targets).clamp(-64, 64) * _ONE

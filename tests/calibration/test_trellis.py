@@ -9,7 +9,6 @@ from transformers import AutoModelForCausalLM
 import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.calibration import trellis
-from hf_kbit.calibration.feedback import DAMPING
 from hf_kbit.format.trellis import MOST_LEAD, TrellisDecoding, block_of, encode, inner, rotate, tiles_of
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.weight import trellis_packing
@@ -55,7 +54,7 @@ def test_as_by_definition():
     packed = trellis.solve(weight, hessian, decoding, False)
     suh = packed.tensors["suh"].double()
     turned = rotate(rotate(hessian.double() * suh * suh[:, None], 32).T, 32)
-    turned += DAMPING * turned.diagonal().mean() * torch.eye(64)
+    turned += trellis.DAMPING * turned.diagonal().mean() * torch.eye(64)
     scales = trellis_packing.scales_of(weight, decoding, False)
     scales = scales.times(trellis_packing.best_factor(weight, decoding, scales))
     aim = trellis_packing.inner_of(weight, scales.suh, scales.svh, 32).double()
