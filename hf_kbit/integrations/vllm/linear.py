@@ -88,22 +88,30 @@ class KbitLinearMethod(LinearMethodBase):
         sources = shard if isinstance(shard, tuple) else (SHARDS.get(shard, shard),)
         if not all(isinstance(source, int) for source in sources):
             raise ValueError(f"{list(self.decodings)}: found the part {shard!r}, expected a number or {list(SHARDS)}")
-        named, place_of = list(self.decodings), (sources[0], sources[-1] + 1)
-        source = named[sources[0] if len(named) > 1 else 0]
-        if read_whole(self.decodings[source]):
-            arrived = self.arrived.setdefault(place_of, {})
-            if name in exl3.MARKS:  # which headers were asked for
-                return
+        key = sources[0], sources[-1] + 1
+        if name in exl3.MARKS:  # which headers were asked for
+            return
+        if name in exl3.NAMES:
+            arrived = self.arrived.setdefault(key, {})
             arrived[name] = loaded.to(place.device, copy=True)
             if exl3.is_whole(arrived):
-                self.arrived[place_of] = self._parts_of(layer, source, sources, exl3.tensors_as_ours(arrived))
+                self.arrived[key] = self._parts_of(layer, sources, exl3.tensors_as_ours(arrived))
             return
         if name != "weight_columns":
             loaded = self._own_rows(layer, loaded, sources)
         rank = getattr(layer, "tp_rank", 0)  # a head, which has all columns, has none in vLLM 0.26
         loaded = own_columns(loaded, rank, self.columns, self.all_columns)
         here = loaded.to(place.device, copy=True).contiguous()
-        self.arrived.setdefault(place_of, {})[name] = here
+        self.arrived.setdefault(key, {})[name] = here
+
+    def _name(self, sources: tuple[int, ...]) -> str:
+        """What these are called on disk, where several may be one."""
+        names = list(self.decodings)
+        if len(names) == len(self.rows):
+            return names[sources[0]]
+        if len(names) > 2:
+            raise ValueError(f"{names}: found trellises of {len(self.rows)} parts, expected one each, or two in all")
+        return names[0 if sources[0] == 0 else -1]
 
     def _spans(self, layer: nn.Module, sources: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
         """How many rows sources have on disk, and between which places this process has them; those that follow each
@@ -130,10 +138,11 @@ class KbitLinearMethod(LinearMethodBase):
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _parts_of(
-        self, layer: nn.Module, name: str, sources: tuple[int, ...], tensors: dict[str, torch.Tensor]
+        self, layer: nn.Module, sources: tuple[int, ...], tensors: dict[str, torch.Tensor]
     ) -> list[KbitRows]:
         """What this process has of a weight that was read whole."""
-        decoding, (rows, spans) = self.decodings[name], self._spans(layer, sources)
+        name, (rows, spans) = self._name(sources), self._spans(layer, sources)
+        decoding = self.decodings[name]
         packed, unit = whole_of(name, tensors, decoding, (rows, self.all_columns)), decoding.units[0]
         parts = []
         for start, stop in spans:

@@ -159,7 +159,7 @@ def test_parts_of_processes(side, processes):
     expected, found = x @ weight.dequantize().T, []
     for rank in range(processes):
         layer = SimpleNamespace(tp_rank=rank, tp_size=processes)
-        (part,) = method._parts_of(layer, "layer", (0,), tensors)
+        (part,) = method._parts_of(layer, (0,), tensors)
         found.append(part.product(x[:, rank * columns :][:, :columns] if side == "columns" else x, None))
         bias = torch.randn(own)
         assert torch.equal(part.product(x[:, :columns], bias), part.product(x[:, :columns], None) + bias)
@@ -169,6 +169,16 @@ def test_parts_of_processes(side, processes):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-4)
 
 
+def test_names_of_parts_that_are_one_on_disk():
+    """As q, k and v in one, and a gate in another."""
+    method = KbitLinearMethod({"qkv": None, "gate": None})
+    method.rows = [8, 8, 8, 8]
+    assert [method._name(sources) for sources in ((0, 1, 2), (3,))] == ["qkv", "gate"]
+    method.decodings = {"qk": None, "v": None, "gate": None}
+    with pytest.raises(ValueError, match="found trellises of 4 parts, expected one each, or two in all"):
+        method._name((2,))
+
+
 def test_heads_of_two_processes():
     """Of 300 tokens, padded to 384 rows on disk, the second one has 140, and zeros for 20 that the model has not."""
     method, weight, tensors = method_of(384, 160, 256, KbitHeadMethod)
@@ -176,7 +186,7 @@ def test_heads_of_two_processes():
     for first, end in ((0, 160), (160, 300)):
         indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
         layer = SimpleNamespace(shard_indices=indices, org_vocab_size=300)
-        layer.parts = method._parts_of(layer, "layer", (0,), tensors)
+        layer.parts = method._parts_of(layer, (0,), tensors)
         found.append(method.apply(layer, x, torch.ones(160)))
     expected = torch.nn.functional.pad(x @ weight.dequantize()[:300].T + 1, (0, 20))
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-4)
@@ -235,7 +245,7 @@ def test_a_tensor_that_vllm_has_cut():
     method, _, tensors = method_of(384, 384, 256)
     half = {**tensors, "trellis": tensors["trellis"][:8]}
     with pytest.raises(ValueError, match=r"^layer: found .*\(8, 24, 48\).*, expected .*\(16, 24, 48\)"):
-        method._parts_of(SimpleNamespace(tp_rank=0, tp_size=1), "layer", (0,), half)
+        method._parts_of(SimpleNamespace(tp_rank=0, tp_size=1), (0,), half)
 
 
 def test_scales_that_are_not_finite(tmp_path):
