@@ -108,6 +108,14 @@ def make(name: str, folder: Path, **changes) -> Path:
     return folder / "quantized"
 
 
+def save_exl3(model_type: str, folder: Path, **changes) -> None:
+    """Saves a model of random trellises, as exllamav3 would."""
+    from exl3 import save_random
+    from transformers import AutoConfig
+
+    save_random(AutoConfig.for_model(model_type, **(SIZES | {"vocab_size": 384, "head_dim": 128} | changes)), folder)
+
+
 def load(folder: Path, dtype: str = "float32"):
     """The same model in Transformers, the reference."""
     from transformers import AutoModelForCausalLM

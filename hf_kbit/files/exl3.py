@@ -69,6 +69,11 @@ def as_ours(module: str, tensors: Mapping[str, TensorHeader]) -> dict[str, Tenso
     return {f"{module}.{own}": header for own, header in {"trellis": layout, **scales}.items()}
 
 
+def is_whole(given: Mapping[str, torch.Tensor]) -> bool:
+    """Whether these are all tensors of a layer, by our names or by those of a folder."""
+    return "trellis" in given and all(own in given or old in given for own, old in SIGNS.items())
+
+
 def tensors_as_ours(given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Tensors of a layer by our names."""
     scales = {own: given[own] if own in given else unpack_signs(given[old]) for own, old in SIGNS.items()}

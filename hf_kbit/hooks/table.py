@@ -225,6 +225,7 @@ VLLM_NAMES = (
         f"{_LAYERS}.linear:LinearMethodBase.create_weights",
         ("self", "layer", "input_size_per_partition", "output_partition_sizes", "input_size", "output_size"),
     ),
+    Name(f"{_LAYERS}.quantization:QUANTIZATION_METHODS"),
     Name(f"{_LAYERS}.quantization:register_quantization_config", ("quantization",)),
     Name(f"{_LAYERS}.quantization.base_config:QuantizationConfig.apply_vllm_mapper", ("self", "hf_to_vllm_mapper")),
     Name(f"{_LAYERS}.quantization.base_config:QuantizationConfig.get_quant_method", ("self", "layer", "prefix")),

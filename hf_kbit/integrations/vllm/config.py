@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from huggingface_hub import snapshot_download
@@ -10,15 +11,16 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from vllm.config import get_current_vllm_config_or_none
 from vllm.model_executor.layers.fused_moe import RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
-from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization import QUANTIZATION_METHODS, register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig
 from vllm.platforms import current_platform
 
 from hf_kbit.files import checkpoint
+from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.errors import refuse
 from hf_kbit.integrations.transformers import fit, tying
+from hf_kbit.integrations.transformers.exl3 import EXPERT
 from hf_kbit.integrations.transformers.inputs import wish_in
-from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_inputs
 from hf_kbit.integrations.vllm.fused_moe import KbitExpertsMethod
@@ -27,7 +29,7 @@ from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.ops import native
-from hf_kbit.plan.config import KbitConfig
+from hf_kbit.plan.config import EXL3, KbitConfig
 
 # Values of --load-format with which nothing, or something else than the tensors of the files, is loaded.
 NOT_OF_FILES = "dummy", "runai_streamer_sharded", "sharded_state", "tensorizer"
@@ -42,7 +44,9 @@ class KbitVllmConfig(QuantizationConfig):
     Attributes:
         layers: ``{name: Decoding}`` of packed layers, by the name that vLLM gives each as soon as it is known.
         tables: ``{name: (Decoding, whether a head is tied to it)}`` of packed tables of embeddings.
-        experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding})}`` of packed experts.
+        experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding}, members)}`` of packed experts;
+            members as of ``KbitExpertsMethod``.
+        biases: ``{name in the checkpoint: its size in the model}`` of those that are padded.
         inputs: what the model's config wishes for, or None where the device has no kernels of 8-bit inputs: 16-bit
             ones are faster there.
         prefix: what vLLM puts before the names of all layers: for a draft of speculative decoding there is one.
@@ -58,8 +62,8 @@ class KbitVllmConfig(QuantizationConfig):
                 "quantization: found 'kbit' for a model that is not quantized, expected a quantized one. Quantize it "
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
-        self.config, self.layers, self.tables, self.experts, self.prefix = config, {}, {}, {}, ""
-        self.inputs = None
+        self.config, self.prefix, self.inputs = config, "", None
+        self.layers, self.tables, self.experts, self.biases, _ = Contents({}, {}, {}, {})
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -89,7 +93,9 @@ class KbitVllmConfig(QuantizationConfig):
             folder = Path(model_name)
         else:
             folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
-        self.layers, self.tables, self.experts = read_decodings(folder, self.config)
+        self.layers, self.tables, self.experts, self.biases, has_head = read_decodings(folder, self.config)
+        if has_head and hf_config is not None:
+            hf_config.tie_word_embeddings = hf_config.get_text_config().tie_word_embeddings = False
         if wish := wish_in(hf_config):
             self._take(wish, current_platform.device_type)
 
@@ -97,7 +103,7 @@ class KbitVllmConfig(QuantizationConfig):
         """Fulfils a wish where the device has kernels, and logs which layers keep 16-bit inputs, and why."""
         self.inputs = wish if native.has_int8(device_type) else None
         made = {name: [decoding] for name, decoding in self.layers.items()}
-        made |= {name: decodings.values() for name, (_, decodings) in self.experts.items()}
+        made |= {name: decodings.values() for name, (_, decodings, _) in self.experts.items()}
         left = {}
         for name, decodings in made.items():
             if self.inputs is None:
@@ -145,8 +151,29 @@ class KbitVllmConfig(QuantizationConfig):
         return [f"{parent}.{source}".removeprefix(".") for source in merged]
 
 
-def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
-    """``layers``, ``tables`` and ``experts`` of ``KbitVllmConfig``, by their names in the checkpoint.
+if EXL3 not in QUANTIZATION_METHODS:
+
+    @register_quantization_config(EXL3)
+    class KbitExl3Config(KbitVllmConfig):
+        """The ``quantization_config`` of a folder of exllamav3."""
+
+        def get_name(self) -> str:
+            return EXL3
+
+
+class Contents(NamedTuple):
+    """What a checkpoint holds: attributes of ``KbitVllmConfig``, by names in the checkpoint; and whether it has a head
+    of its own that its config calls tied."""
+
+    layers: dict[str, Decoding]
+    tables: dict[str, tuple[Decoding, bool]]
+    experts: dict[str, tuple[str, dict[str, Decoding], dict[str, tuple[str, int]]]]
+    biases: dict[str, int]
+    has_head: bool = False
+
+
+def read_decodings(folder: Path, config: KbitConfig) -> Contents:
+    """What the files of a checkpoint hold, as their headers and the config say.
 
     Raises:
         ValueError: a file is damaged, or tensors do not fit the model of ``config.json``, or are not as vLLM loads
@@ -158,10 +185,10 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
         raise ValueError(f"architectures: found {model_config.architectures} in config.json, expected a model's class")
     with torch.device("meta"):
         model = saved(model_config)
-    quantizer = KbitHfQuantizer(config, pre_quantized=True)
+    quantizer, tied = KbitHfQuantizer(config, pre_quantized=True), getattr(model.config, "tie_word_embeddings", False)
     quantizer.preprocess_model(model, checkpoint_files=files)
     get_model_conversion_mapping(model, hf_quantizer=quantizer)  # as Transformers does next: replaces layers
-    packed, ties = fit.packed_in(Names(model), checkpoint.read_headers(files)), tying.tied(model)
+    packed, ties, exl3 = quantizer.names, tying.tied(model), quantizer.exl3
     problems = [
         f"{packed[head]}.weight: found it instead of {table}.weight, to which it is tied, and which alone vLLM loads"
         for head, table in ties.items()
@@ -173,16 +200,22 @@ def read_decodings(folder: Path, config: KbitConfig) -> tuple[dict, dict, dict]:
         if isinstance(layer := model.get_submodule(name), KbitLinear) and layer.transposed
     ]
     refuse(problems, "vLLM cannot run the quantized checkpoint; serve it with Transformers")
-    layers, tables, experts = {}, {}, {}
+    layers, tables, experts, biases, members = {}, {}, {}, {}, {}
+    if exl3 is not None:
+        padded = exl3.tensors.keys() & exl3.headers.keys()
+        biases = {name: exl3.tensors[name].shape[0] for name in padded if exl3.tensors[name] != exl3.headers[name]}
+        members = exl3.experts
     for name, stored in packed.items():
         layer = model.get_submodule(name)
         if isinstance(layer, KbitProjection):
             parent, _, own = stored.rpartition(".")
-            experts.setdefault(parent, (parent, {}))[1][own] = layer.decoding
+            if exl3 is not None:
+                parent = EXPERT.match(next(iter(exl3.stacks[name].values())))[1]
+            experts.setdefault(parent, (parent, {}, members))[1][own] = layer.decoding
         elif isinstance(layer, KbitEmbedding):
             tables[stored] = layer.decoding, name in ties.values()
         else:
             layers[stored] = layer.decoding
-    for name, (_, projections) in experts.items():  # in the order in which they run
-        experts[name] = name, dict(sorted(projections.items(), key=lambda item: item[0] == DOWN_PROJECTION))
-    return layers, tables, experts
+    for name, (_, projections, _) in experts.items():  # in the order in which they run
+        experts[name] = name, dict(sorted(projections.items(), key=lambda item: item[0] == DOWN_PROJECTION)), members
+    return Contents(layers, tables, experts, biases, tied and not model.config.tie_word_embeddings)

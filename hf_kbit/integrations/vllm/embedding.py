@@ -13,19 +13,30 @@ from vllm.model_executor.models.utils import PPMissingLayer
 
 from hf_kbit.format.decoding import Decoding
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
-from hf_kbit.integrations.vllm.linear import PACKED, KbitLinearMethod, packed_of, whose_device
+from hf_kbit.integrations.vllm.linear import PACKED, KbitLinearMethod, KbitRows, packed_of, whose_device
 from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.linear import KbitLinear
 from hf_kbit.nn.site import empty, pack, site_of
 
 
 class KbitHeadMethod(KbitLinearMethod):
-    """Loads and runs a head."""
+    """Loads and runs a head. Of tokens that the model has not its results are zeros, for vLLM has a multiple of 64."""
+
+    def _spans(self, layer: nn.Module, sources: tuple[int, ...]) -> tuple[int, list[tuple[int, int]]]:
+        indices = layer.shard_indices
+        return layer.org_vocab_size, [(indices.org_vocab_start_index, indices.org_vocab_end_index)]
 
     def _own_rows(self, layer: nn.Module, tensor: torch.Tensor, sources: tuple[int, ...]) -> torch.Tensor:
-        """Those of the tokens that this process has, then zeros, for vLLM has a multiple of 64 rows."""
-        first, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
+        """Those of the tokens that this process has, then zeros."""
+        ((first, end),) = self._spans(layer, sources)[1]
         return F.pad(tensor[first:end], (0, 0, 0, self.rows[0] - (end - first)))
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        (part,) = layer.parts
+        if not isinstance(part, KbitRows) or part.count == self.rows[0]:
+            return super().apply(layer, x, bias)
+        y = super().apply(layer, x, None if bias is None else bias[: part.count])
+        return F.pad(y, (0, self.rows[0] - part.count))
 
 
 class KbitTableMethod(KbitHeadMethod):
@@ -48,7 +59,7 @@ class KbitTableMethod(KbitHeadMethod):
             layer.make_room(self.decoding, self.dtype)  # in the place of the words that have arrived
             layer.load(packed)
             return
-        for own in PACKED:
+        for own in self.places:
             del layer._parameters[own]
         layer.table = KbitEmbedding(*size, bits=self.decoding.bits, device="meta", dtype=self.dtype)
         layer.table.load(packed)

@@ -4,7 +4,7 @@ vLLM has a loader for each way to read files. All of them make the model by one 
 ``model.load_weights``, so what is ours hangs on these two.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 
 import torch
@@ -32,14 +32,15 @@ def wrap_initialize_model(original: Callable) -> Callable:
         model = original(vllm_config=vllm_config, prefix=prefix, model_config=model_config, **settings)
         if ours:
             make_room(model, config)
-            load_once(model)
+            load_once(model, config.biases)
         return model
 
     return initialize_model
 
 
-def load_once(model: nn.Module) -> None:
-    """Has ``model.load_weights`` take packed experts out of what it is given, and refuse to be called again."""
+def load_once(model: nn.Module, biases: Mapping[str, int]) -> None:
+    """Has ``model.load_weights`` take packed experts out of what it is given, and the padding off ``biases``, and
+    refuse to be called again."""
     load, loaded = model.load_weights, False
 
     def load_weights(weights):
@@ -47,7 +48,8 @@ def load_once(model: nn.Module) -> None:
         if loaded:
             raise ValueError(f"{type(model).__name__}: {AGAIN}")
         loaded = True
-        return load(_without_experts(model, weights))
+        others = _without_experts(model, weights)
+        return load((name, tensor[: biases[name]] if name in biases else tensor) for name, tensor in others)
 
     model.load_weights = load_weights
 

@@ -39,4 +39,6 @@ def test_rows_of_one_of_two_processes(first, end):
     indices = SimpleNamespace(org_vocab_start_index=first, org_vocab_end_index=end)
     absmax = torch.arange(1, 251, dtype=torch.uint8)[:, None]
     expected = torch.cat([absmax[first:end], torch.zeros(128 - (end - first), 1, dtype=torch.uint8)])
-    assert torch.equal(method._own_rows(SimpleNamespace(shard_indices=indices), absmax, (0,)), expected)
+    assert torch.equal(
+        method._own_rows(SimpleNamespace(shard_indices=indices, org_vocab_size=250), absmax, (0,)), expected
+    )

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod, check_columns, own_columns
 
 
@@ -12,8 +13,8 @@ from hf_kbit.integrations.vllm.linear import KbitLinearMethod, check_columns, ow
 def test_rows_of_four_processes_that_share_keys_and_values(rank):
     """Four heads of queries and two of keys and values, of eight rows each: two processes have the same of these."""
     method = KbitLinearMethod({"q": None, "k": None, "v": None})
-    method.rows = [8, 8, 8]
-    layer = SimpleNamespace(tp_rank=rank, tp_size=4, num_kv_head_replicas=2, output_sizes=[32, 32, 32])
+    method.rows, method.all_rows = [8, 8, 8], 96
+    layer = SimpleNamespace(tp_rank=rank, tp_size=4, num_kv_head_replicas=2)
     queries, keys, values = torch.arange(32)[:, None], torch.arange(16)[:, None], -torch.arange(16)[:, None]
     q, kv = slice(8 * rank, 8 * rank + 8), slice(8 * (rank // 2), 8 * (rank // 2) + 8)
     assert torch.equal(method._own_rows(layer, queries, (0,)), queries[q])
@@ -27,5 +28,14 @@ def test_columns_are_whole_blocks():
     assert own_columns(planes, 1, 32, 96).tolist() == [[2, 3]]
     assert torch.equal(own_columns(columns, 2, 32, 96), columns[64:])
     with pytest.raises(ValueError, match="down_proj: found 96 columns for 2 processes, expected a multiple of 32"):
-        check_columns("down_proj", 48, 96)
-    check_columns("down_proj", 72, 72)
+        check_columns("down_proj", 48, 96, None)
+    check_columns("down_proj", 72, 72, None)
+    with pytest.raises(ValueError, match="down_proj: found 384 columns for 4 processes, expected a multiple of 128"):
+        check_columns("down_proj", 96, 384, TrellisDecoding(3))
+
+
+def test_rows_that_vllm_does_not_expect():
+    method = KbitLinearMethod({"q": None})
+    method.rows, method.all_rows = [8], 16
+    with pytest.raises(ValueError, match=r"\['q'\]: found a tensor of 24 rows, expected 16"):
+        method._own_rows(SimpleNamespace(tp_rank=0, tp_size=2), torch.zeros(24, 1), (0,))

@@ -113,6 +113,52 @@ def test_as_transformers_on_gpus(name, changes, options, tmp_path):
     serving.assert_same(found, serving.load(folder, "bfloat16"))
 
 
+def of_trellises(folder: Path, name: str, changes: dict, form: str) -> Path:
+    """Two processes have 192 rows each of the head, and one matrix for keys and values in common if it is alone."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2}
+    serving.save_exl3(name, folder / "exl3", **(sizes | changes))
+    if form == "saved":
+        serving.load(folder / "exl3").save_pretrained(folder / "saved")
+    return folder / form
+
+
+ONE_KEY, EXPERTS = (
+    {"num_key_value_heads": 1},
+    {"moe_intermediate_size": 256, "num_experts": 4, "num_experts_per_tok": 2},
+)
+TRELLISES = [
+    ("llama", ONE_KEY, "exl3", ON_TWO),
+    ("llama", {}, "saved", ON_TWO),
+    ("phi3", ONE_KEY, "exl3", ON_TWO),
+    ("qwen3_moe", EXPERTS, "exl3", ON_TWO),
+    ("qwen3_moe", EXPERTS, "saved", ON_TWO),
+    ("qwen3_moe", EXPERTS, "exl3", {**ON_TWO, "enable_expert_parallel": True}),
+    ("qwen3_moe", EXPERTS, "saved", {**ON_TWO, "enable_expert_parallel": True}),
+    ("llama", {}, "exl3", {"enforce_eager": False}),
+    ("qwen3_moe", EXPERTS, "saved", {"enforce_eager": False}),
+]
+
+
+@pytest.mark.slow
+@serving.ON_CPU
+@pytest.mark.parametrize(("name", "changes", "form", "options"), TRELLISES)
+def test_trellises(name, changes, form, options, tmp_path):
+    folder = of_trellises(tmp_path, name, changes, form)
+    environment = BIND if "tensor_parallel_size" in options else {}
+    found = run(folder, environment | {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}, **options)
+    serving.assert_same(found, serving.load(folder))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "form", "options"),
+    [pytest.param(*case, marks=GPUS if "tensor_parallel_size" in case[-1] else GPU) for case in TRELLISES],
+)
+def test_trellises_on_gpus(name, changes, form, options, tmp_path):
+    folder = of_trellises(tmp_path, name, changes, form)
+    found = run(folder, {"VLLM_CACHE_ROOT": str(tmp_path / "cache")}, **options)
+    serving.assert_same(found, serving.load(folder, "bfloat16"))
+
+
 @pytest.mark.parametrize(
     ("name", "options"), [("llama", []), ("qwen3_moe", []), ("qwen3_moe", ["--enable-expert-parallel"])]
 )
