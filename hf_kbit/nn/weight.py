@@ -19,7 +19,6 @@ from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.hooks.setting import arm
 from hf_kbit.nn.classes import MEMBERS, Changed, change, changed
 from hf_kbit.nn.offload import read_kept
-from hf_kbit.weight import scalar, trellis  # noqa: F401  the kinds, which register themselves
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, Recipe, check_scale
 from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor, Packed, as_parameter
 from hf_kbit.weight.tensor_ops import moving
