@@ -344,4 +344,7 @@ def test_a_head_that_vllm_has_not(tmp_path):
 
 
 def test_adapters_on_experts(tmp_path):
-    refused(copied("qwen3_moe", tmp_path), "model.layers.0.mlp.experts: found adapters", enable_lora=True)
+    """On attention alone they are served."""
+    folder = copied("qwen3_moe", tmp_path)
+    refused(folder, "model.layers.0.mlp.experts: found adapters", enable_lora=True)
+    serving.generate(folder, **ALONE, enable_lora=True, lora_target_modules=["q_proj", "o_proj"])
