@@ -233,6 +233,7 @@ VLLM_NAMES = (
         f"{_LAYERS}.quantization.base_config:QuantizationConfig.maybe_update_config",
         ("self", "model_name", "hf_config", "revision"),
     ),
+    Name(f"{_LAYERS}.logits_processor:LogitsProcessor"),
     Name(f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead"),
     Name(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding"),
     Name("vllm.config:get_current_vllm_config_or_none", ()),

@@ -47,6 +47,7 @@ class KbitVllmConfig(QuantizationConfig):
         experts: ``{name: (name in the checkpoint, {own name of a projection: Decoding}, members)}`` of packed experts;
             members as of ``KbitExpertsMethod``.
         biases: ``{name in the checkpoint: its size in the model}`` of those that are padded.
+        head: name in the checkpoint of a packed head that is not tied to a packed table; "" if there is none.
         inputs: what the model's config wishes for, or None where the device has no kernels of 8-bit inputs: 16-bit
             ones are faster there.
         prefix: what vLLM puts before the names of all layers: for a draft of speculative decoding there is one.
@@ -63,7 +64,7 @@ class KbitVllmConfig(QuantizationConfig):
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
         self.config, self.prefix, self.inputs = config, "", None
-        self.layers, self.tables, self.experts, self.biases, _ = Contents({}, {}, {}, {})
+        self.layers, self.tables, self.experts, self.biases, self.head = Contents({}, {}, {}, {}, "")
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -93,8 +94,8 @@ class KbitVllmConfig(QuantizationConfig):
             folder = Path(model_name)
         else:
             folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
-        self.layers, self.tables, self.experts, self.biases, has_head = read_decodings(folder, self.config)
-        if has_head and hf_config is not None:
+        self.layers, self.tables, self.experts, self.biases, self.head = read_decodings(folder, self.config)
+        if self.head and getattr(hf_config, "tie_word_embeddings", False):  # or vLLM may leave its tensors out
             hf_config.tie_word_embeddings = hf_config.get_text_config().tie_word_embeddings = False
         if wish := wish_in(hf_config):
             self._take(wish, current_platform.device_type)
@@ -162,14 +163,13 @@ if EXL3 not in QUANTIZATION_METHODS:
 
 
 class Contents(NamedTuple):
-    """What a checkpoint holds: attributes of ``KbitVllmConfig``, by names in the checkpoint; and whether it has a head
-    of its own that its config calls tied."""
+    """What a checkpoint holds: attributes of ``KbitVllmConfig``, by names in the checkpoint."""
 
     layers: dict[str, Decoding]
     tables: dict[str, tuple[Decoding, bool]]
     experts: dict[str, tuple[str, dict[str, Decoding], dict[str, tuple[str, int]]]]
     biases: dict[str, int]
-    has_head: bool = False
+    head: str
 
 
 def read_decodings(folder: Path, config: KbitConfig) -> Contents:
@@ -185,7 +185,7 @@ def read_decodings(folder: Path, config: KbitConfig) -> Contents:
         raise ValueError(f"architectures: found {model_config.architectures} in config.json, expected a model's class")
     with torch.device("meta"):
         model = saved(model_config)
-    quantizer, tied = KbitHfQuantizer(config, pre_quantized=True), getattr(model.config, "tie_word_embeddings", False)
+    quantizer = KbitHfQuantizer(config, pre_quantized=True)
     quantizer.preprocess_model(model, checkpoint_files=files)
     get_model_conversion_mapping(model, hf_quantizer=quantizer)  # as Transformers does next: replaces layers
     packed, ties, exl3 = quantizer.names, tying.tied(model), quantizer.exl3
@@ -202,8 +202,8 @@ def read_decodings(folder: Path, config: KbitConfig) -> Contents:
     refuse(problems, "vLLM cannot run the quantized checkpoint; serve it with Transformers")
     layers, tables, experts, biases, members = {}, {}, {}, {}, {}
     if exl3 is not None:
-        padded = exl3.tensors.keys() & exl3.headers.keys()
-        biases = {name: exl3.tensors[name].shape[0] for name in padded if exl3.tensors[name] != exl3.headers[name]}
+        sizes = {name: header.shape for name, header in exl3.tensors.items() if name.endswith(".bias")}
+        biases = {name: size[0] for name, size in sizes.items() if size != exl3.headers[name].shape}
         members = exl3.experts
     for name, stored in packed.items():
         layer = model.get_submodule(name)
@@ -218,4 +218,6 @@ def read_decodings(folder: Path, config: KbitConfig) -> Contents:
             layers[stored] = layer.decoding
     for name, (_, projections, _) in experts.items():  # in the order in which they run
         experts[name] = name, dict(sorted(projections.items(), key=lambda item: item[0] == DOWN_PROJECTION)), members
-    return Contents(layers, tables, experts, biases, tied and not model.config.tie_word_embeddings)
+    output = model.get_output_embeddings()
+    heads = [stored for name, stored in packed.items() if model.get_submodule(name) is output and name not in ties]
+    return Contents(layers, tables, experts, biases, heads[0] if heads else "")

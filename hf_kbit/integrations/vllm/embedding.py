@@ -8,6 +8,7 @@ tied to the packed table: one weight serves look-up and product.
 import torch
 from torch import nn
 from torch.nn import functional as F
+from vllm.model_executor.layers.logits_processor import LogitsProcessor
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from vllm.model_executor.models.utils import PPMissingLayer
 
@@ -80,7 +81,8 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
     """Has the packed tables and heads of a new model wait for their tensors.
 
     Raises:
-        ValueError: vLLM has no table where the checkpoint has a packed one, or one that does more than look up.
+        ValueError: vLLM has no table where the checkpoint has a packed one, or one that does more than look up; or no
+            head.
     """
     modules, inputs = dict(model.named_modules()), config.inputs
     untied = {name: (decoding, False) for name, decoding in config.layers.items()}
@@ -106,6 +108,14 @@ def make_room(model: nn.Module, config: KbitVllmConfig) -> None:
                 f"{name}: found a packed table of embeddings, for which vLLM has a layer of type "
                 f"{type(layer).__name__}, expected one that only looks up: quantize the model with this name in "
                 "modules_to_not_convert"
+            )
+    if config.head and any(isinstance(layer, LogitsProcessor) for layer in modules.values()):
+        methods = [getattr(layer, "quant_method", None) for layer in modules.values()]
+        elsewhere = any(isinstance(layer, PPMissingLayer) for layer in modules.values())  # in a pipeline
+        if not elsewhere and not any(isinstance(method, KbitHeadMethod) for method in methods):
+            raise ValueError(
+                f"{config.head}: found tensors of its own, expected a head that is tied to the table of embeddings, "
+                f"as {type(model).__name__} of vLLM has it; serve this model with Transformers"
             )
 
 

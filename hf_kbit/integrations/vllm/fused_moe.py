@@ -131,11 +131,13 @@ class KbitExpertsMethod(FusedMoEMethodBase):
         if exl3.is_whole(arrived):
             gates = 2 if self.moe.is_act_and_mul and projection != DOWN_PROJECTION else 1
             weight = self._whole(projection, projection, self.arrived.pop(projection), decoding, gates)
-            own = self._own_experts(layer, len(weight.words))
-            if len(own) < len(weight.words):
-                weight = weight.picked(0, torch.tensor(own, device=self.device))
+            experts = self._own_experts(layer, len(weight.words))
+            if len(experts) < len(weight.words):
+                weight = weight.picked(0, torch.tensor(experts, device=self.device))
             apart = gates if layer.activation != MoEActivation.SWIGLUOAI else 1  # see _own_rows
-            self.weights[projection] = self._own_part(projection, weight, apart)
+            own = self._own_part(projection, weight, apart)
+            ordered = Packed(own.file_tensors(), own.decoding)  # as products read it, whatever was picked or joined
+            self.weights[projection] = KbitTensor.of(ordered, own.whole_shape, self.dtype)
 
     def _whole(self, name: str, projection: str, tensors, decoding: Decoding, gates: int) -> KbitTensor:
         """The weight of these tensors, with so many rows for each of the intermediate size."""

@@ -11,7 +11,7 @@ from hf_kbit.format.codebooks import optimal
 from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.integrations.vllm.embedding import KbitHeadMethod, make_room
 
-TABLES = SimpleNamespace(inputs={}, layers={}, tables={"table": (ScalarDecoding(optimal(4)), False)})
+TABLES = SimpleNamespace(inputs={}, layers={}, tables={"table": (ScalarDecoding(optimal(4)), False)}, head="")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Weights that have a trellis: folders of exllamav3's converter, and what save_pretrained makes of them."""
 
 import json
+import logging
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,20 @@ import pytest
 import serving
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.layers.quantization import get_quantization_config
 
 import hf_kbit
 from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.integrations.transformers.inputs import WISH
+from hf_kbit.integrations.transformers.report import logger
 from hf_kbit.integrations.vllm import config
 from hf_kbit.integrations.vllm.embedding import KbitHeadMethod
+from hf_kbit.integrations.vllm.fused_moe import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
+from hf_kbit.integrations.vllm.loading import load_once
 from hf_kbit.weight.tensor import KbitTensor, Packed
 
 ALONE = {"distributed_executor_backend": "uni"}
@@ -127,10 +135,34 @@ def test_an_adapter(dtype, tmp_path):
 
 
 @serving.ON_CPU
-def test_inputs_stay_in_16_bits(tmp_path, caplog):
+def test_inputs_stay_in_16_bits(tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logger, "propagate", True)
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     folder = copied("qwen3_moe", tmp_path)
     found = serving.generate(folder, **ALONE, hf_overrides={WISH: "int8"})
     serving.assert_same(found, serving.load(folder))
+    (line,) = {record.getMessage() for record in caplog.records if "8-bit inputs" in record.getMessage()}
+    assert line.startswith("hf_kbit: 8-bit inputs in 0 of 11 layers; 16-bit ones stay in ") and "a trellis" in line
+
+
+def test_a_config_that_calls_a_head_tied(tmp_path):
+    """Which has tensors of its own: some vLLMs would leave these out."""
+    folder = copied("llama_tied", tmp_path)
+    model_config = AutoConfig.from_pretrained(folder)
+    assert model_config.tie_word_embeddings
+    made = get_quantization_config("exl3").from_config(model_config.quantization_config)
+    made.maybe_update_config(str(folder), model_config)
+    assert (made.get_name(), made.head, model_config.tie_word_embeddings) == ("exl3", "lm_head", False)
+
+
+def test_padding_is_taken_off_biases():
+    class Model(torch.nn.Module):
+        def load_weights(self, weights):
+            return list(weights)
+
+    load_once(model := Model(), {"a.bias": 2})
+    given = [("a.bias", torch.arange(4)), ("b.bias", torch.arange(4))]
+    assert [(name, len(tensor)) for name, tensor in model.load_weights(given)] == [("a.bias", 2), ("b.bias", 4)]
 
 
 # --- parts of processes ---------------------------------------------------------------------------
@@ -190,6 +222,47 @@ def test_heads_of_two_processes():
         found.append(method.apply(layer, x, torch.ones(160)))
     expected = torch.nn.functional.pad(x @ weight.dequantize()[:300].T + 1, (0, 20))
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rank", "processes", "experts"), [(0, 2, 4), (1, 2, 4), (0, 1, 4), (0, 1, 2)])
+def test_experts_of_processes(rank, processes, experts):
+    """The same of a stacked projection and of single matrices, in the order that products read: rows of gates and of
+    what they open, or the last experts."""
+    generator, inner, outer = torch.Generator().manual_seed(0), 256, 128
+    members = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", 0)}
+    decodings = {"gate_up_proj": TrellisDecoding(3, stacked=2), "down_proj": TrellisDecoding(3)}
+    moe = SimpleNamespace(
+        is_act_and_mul=True, tp_size=processes, tp_rank=rank, intermediate_size=inner, hidden_dim=outer
+    )
+    moe.intermediate_size_per_partition, moe.has_bias = inner // processes, False
+    places = SimpleNamespace(map_global_to_local=lambda expert: expert - 4 + experts if expert >= 4 - experts else -1)
+    layer = SimpleNamespace(activation=MoEActivation.SILU, expert_map_manager=places)
+    layer.apply_router_weight_on_input, layer.swiglu_limit = False, None
+    single, stacked = (KbitExpertsMethod(moe, "experts", decodings, each) for each in (members, {}))
+    with set_current_vllm_config(VllmConfig()):
+        for method in (single, stacked):
+            method.create_weights(layer, experts, outer, inner // processes, torch.float32)
+    for own, decoding in decodings.items():
+        tensors = {}
+        for member in (member for member, (projection, _) in members.items() if projection == own):
+            size = (outer, inner) if member == "down" else (inner, outer)
+            for expert in range(4):
+                for name, tensor in exl3.random_layer(f"{expert}.{member}", *size, 3, generator).items():
+                    single.load(layer, name, tensor)
+                    tensors.setdefault(name.rpartition(".")[2], []).append(tensor)
+        for name in decoding.names:
+            whole = torch.stack(tensors[name]).unflatten(0, (-1, 4)).transpose(0, 1)
+            stacked.load(layer, f"{own}.{name}", whole if decoding.stacked > 1 else whole[:, 0])
+            tensors[name] = whole if decoding.stacked > 1 else whole[:, 0]
+        shape = (4, outer, inner) if own == "down_proj" else (4, 2 * inner, outer)
+        whole = KbitTensor.of(Packed({name: tensors[name] for name in decoding.names}, decoding), shape, torch.float32)
+        part = slice(rank * inner // processes, (rank + 1) * inner // processes)
+        dense = whole.dequantize()[-experts:]
+        halves = dense[:, :, part] if own == "down_proj" else dense.unflatten(1, (2, inner))[:, :, part].flatten(1, 2)
+        for method in (single, stacked):
+            weight = method._weight(own, decoding)
+            torch.testing.assert_close(weight.dequantize(), halves, rtol=0, atol=1e-6)
+            assert weight.words.transpose(-3, -2).is_contiguous()
 
 
 # --- refused --------------------------------------------------------------------------------------
@@ -263,5 +336,15 @@ def test_the_width_of_another_config(tmp_path):
     refused(folder, "lm_head: found 6 bits, expected head_bits 5")
 
 
+def test_a_head_that_vllm_has_not(tmp_path):
+    """It multiplies by the table, which here is another weight."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 2, "num_key_value_heads": 1}
+    serving.save_exl3("gemma2", tmp_path / "exl3", **sizes)
+    refused(tmp_path / "exl3", "lm_head: found tensors of its own, expected a head that is tied")
+
+
 def test_adapters_on_experts(tmp_path):
-    refused(copied("qwen3_moe", tmp_path), "model.layers.0.mlp.experts: found adapters", enable_lora=True)
+    """On attention alone they are served."""
+    folder = copied("qwen3_moe", tmp_path)
+    refused(folder, "model.layers.0.mlp.experts: found adapters", enable_lora=True)
+    serving.generate(folder, **ALONE, enable_lora=True, lora_target_modules=["q_proj", "o_proj"])
