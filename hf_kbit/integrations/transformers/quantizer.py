@@ -164,10 +164,14 @@ class KbitHfQuantizer(HfQuantizer):
         names, config = Names(model, conversions), self.quantization_config
         is_exl3, saved = isinstance(config.stored, Exl3), files is not None and fit.is_saved(model, files)
         if is_exl3:
-            exl3.untie(model, checkpoint.read_headers(files or ()))
+            if files is None:
+                raise ValueError(
+                    "quantization_config: found 'exl3' and no files, expected a folder that exllamav3 wrote"
+                )
+            tensors = checkpoint.read_headers(files)
+            exl3.untie(model, tensors)
         packable = selection.Packable(model)
         if is_exl3:
-            tensors = checkpoint.read_headers(files or ())
             self.exl3 = exl3.read(model, config, files, tensors, names)
             tensors, packed = self.exl3.tensors, self.exl3.packed
             self.quantization_config = config = self.exl3.config
