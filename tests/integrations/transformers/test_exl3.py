@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.format.trellis import pack
@@ -351,4 +351,4 @@ def test_other_codes_and_all_widths(folder):
 def test_a_config_without_files_is_refused():
     config = AutoConfig.from_pretrained(DATA / "llama")
     with pytest.raises(ValueError, match="found 'exl3' and no files, expected a folder"):
-        AutoModelForCausalLM.from_pretrained(None, config=config, state_dict={})
+        LlamaForCausalLM.from_pretrained(None, config=config, state_dict={})
