@@ -446,13 +446,13 @@ def encode_trellis(bits=3, lead=9, targets=None) -> Call:
 @tried("encode_trellis", widths=trellis.BITS)
 def leads(bits):
     for lead in (128, 40, 1):
-        yield encode_trellis(bits, lead, gaussian_tiles(3))
+        yield encode_trellis(bits, lead, gaussian_tiles(1))
     yield encode_trellis(bits, targets=torch.empty(0, 256))
 
 
 @tried("encode_trellis", widths=trellis.BITS)
 def any_weights(bits):
-    yield encode_trellis(bits, 128, odd_tiles(bits))
+    yield encode_trellis(bits, 16, odd_tiles(bits))
 
 
 def decode_trellis(bits=3, code="mul1", dtype=torch.float16, tiles=(3, 5)) -> Call:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 from transformers import PreTrainedConfig
 
-from hf_kbit.format.decoding import Decoding
+from hf_kbit.format.decoding import Decoding, ScalarDecoding
 from hf_kbit.format.spec import BITS
 from hf_kbit.nn.site import Site
 from hf_kbit.plan.config import KbitConfig
@@ -90,16 +90,17 @@ def packed_bytes(widths: Mapping[Site, int], config: KbitConfig) -> int:
     return sum(config.decoding(bits, site.shape, site.is_table).nbytes(site.shape) for site, bits in widths.items())
 
 
-def gets_smaller(site: Site, config: KbitConfig) -> bool:
+def gets_smaller(site: Site, config: KbitConfig | None = None) -> bool:
     """Whether a layer takes less packed than in 16 bits: a short row may be mostly padding, and a scale of a column of
-    few rows is as large as their codes. Fewer bits than scalars have at most count as many.
+    few rows is as large as their codes. Fewer bits than scalars have at most count as many; without a config a layer
+    has scalars of so many.
 
     >>> from hf_kbit.nn.site import sites
     >>> layers = sites(nn.Sequential(nn.Linear(8, 512), nn.Linear(32, 512), nn.Linear(512, 2))).values()
     >>> [[gets_smaller(site, KbitConfig(codebook=of)) for site in layers] for of in ("optimal", "trellis")]
     [[False, True, True], [False, True, False]]
     """
-    how = usual_decoding(site, config)
+    how = usual_decoding(site, config) if config else ScalarDecoding((0.0,) * 2 ** BITS[-1], 0, "rotated")
     wider = how.codes(site.shape) * max(BITS[-1] - how.bits, 0) / 8
     return how.nbytes(site.shape) + wider < 2 * math.prod(site.shape)
 

@@ -36,7 +36,7 @@ def _is_router(model, name: str) -> bool:
     )
 
 
-def _is_small(site: Site, config: KbitConfig) -> bool:
+def _is_small(site: Site, config: KbitConfig | None = None) -> bool:
     return (site.is_table and site.shape[0] < FEW_ROWS) or not gets_smaller(site, config)
 
 
@@ -75,7 +75,7 @@ class Packable:
         self.unusual = {site.name: why for site in once if (why := obstacle(site))}
         self.written = written(model, once)
         reasons = _heads_and_routers(model, self.sites)
-        small = (site.name for site in once if _is_small(site, KbitConfig()))
+        small = (site.name for site in once if _is_small(site))
         reasons |= dict.fromkeys(small, "small")
         reasons |= self.written | _kept_in_float32(model, self.sites) | self.unusual | _of_adapters(model, self.sites)
         groups = _tied(model)

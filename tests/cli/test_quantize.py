@@ -87,7 +87,7 @@ def test_what_has_experts_in_mxfp4(device, bits, monkeypatch, tmp_path):
     expected = AutoModelForCausalLM.from_pretrained(original, quantization_config=hf_kbit.KbitConfig(bits=bits))
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict(), expected.state_dict())
     projection = expected.model.layers[0].mlp.experts.down_proj
-    assert (projection.levels == codebooks.fp4()) == (bits == 4)
+    assert (projection.decoding.levels == codebooks.fp4()) == (bits == 4)
     assert [config and config.bits for config in loaded] == [bits]
     for options in (["--calibrate"], ["--memory", "1MB"], ["--bits", 3.5]):
         found = refuse("quantize", original, tmp_path / "refused", *options, "--device", device)
