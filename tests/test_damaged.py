@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 
 import kinds
 import pytest
@@ -402,12 +403,22 @@ def test_a_decoding_that_is_not_the_configs_is_refused(tmp_path, tmp_path_factor
 
 FEW, MANY = 60, int(os.environ.get("HF_KBIT_DAMAGES", "4000"))
 CONFIG, WEIGHTS = CAUSAL
-# Format 2 and 1, levels of each layer, tied heads, experts; some layer of each has an exponent.
-MODELS = "mixed widths", "version 1", "layers that differ", "tied", "experts"
+# Format 2 and 1, levels of each layer, tied heads, experts, format 3; some layer of most has an exponent.
+MODELS = "mixed widths", "version 1", "layers that differ", "tied", "experts", "trellis", "EXL3"
+EXL3 = Path(__file__).parent / "data" / "exl3" / "llama"
+
+
+@functools.cache
+def of_exl3() -> SimpleNamespace:
+    """A folder of exllamav3, as if it were a life."""
+    inputs = {"input_ids": torch.arange(8)[None]}
+    return SimpleNamespace(inputs=inputs, expected=kinds.run(AutoModelForCausalLM.from_pretrained(EXL3), inputs))
 
 
 @pytest.fixture(params=MODELS)
 def saved(request, tmp_path_factory) -> tuple[kinds.Life, dict[str, bytes]]:
+    if request.param == "EXL3":
+        return of_exl3(), {name: (EXL3 / name).read_bytes() for name in CAUSAL}
     life = kinds.life(request.param, tmp_path_factory)
     return life, {name: (life.folder / "saved" / name).read_bytes() for name in CAUSAL}
 
@@ -479,7 +490,8 @@ def put_something_odd_into_the_header(files, pick):
 def put_something_odd_into_the_config(files, pick):
     content = json.loads(files[CONFIG])
     entries = content["quantization_config"]
-    key = pick.choice([*sorted(entries), "new"])
+    # Of an unknown method Transformers asks nobody: it warns, and draws what it does not find in 16 bits.
+    key = pick.choice([*sorted(entries.keys() - ({"quant_method"} if "levels" not in entries else set())), "new"])
     if pick.random() < 0.1:
         entries, key = content, "architectures"
     if pick.random() < 0.1:
@@ -491,6 +503,8 @@ def put_something_odd_into_the_config(files, pick):
 
 def change_what_decodes(files, pick):
     content = json.loads(files[CONFIG])
+    if "levels" not in content["quantization_config"]:
+        return put_something_odd_into_the_config(files, pick)
     levels, layers = (content["quantization_config"][key] for key in ("levels", "layers"))
     layer = pick.choice([*sorted(layers), "model.layers.0.mlp.up_proj", "lm_head", "x"])
     width = pick.choice(sorted(levels))
@@ -500,8 +514,8 @@ def change_what_decodes(files, pick):
         case 1:
             layers.setdefault(layer, {})["exponent"] = pick.choice([*ODD, *range(-8, 8)])
         case 2:
-            key = pick.choice(["bits", "levels", "x"])
-            layers.setdefault(layer, {})[key] = pick.choice([*ODD, 2, 4, 5])
+            key = pick.choice(["bits", "levels", "x", "code", "block", "stacked"])
+            layers.setdefault(layer, {})[key] = pick.choice([*ODD, 2, 4, 5, 64, "mcg"])
         case 3:
             layers.pop(layer, None)
         case 4:

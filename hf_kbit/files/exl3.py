@@ -96,7 +96,7 @@ def check_config(
     if head in decodings and entries.get("head_bits", decodings[head].bits) != decodings[head].bits:
         found = entries["head_bits"]
         problems.append(f"{head}: found {decodings[head].bits} bits, expected head_bits {found!r} of the config")
-    if (code := entries.get("codebook")) is not None and code not in CODES:
+    if (code := entries.get("codebook")) is not None and code not in list(CODES):
         problems.append(f"codebook: found {code!r} in quantization_config, expected one of {list(CODES)}")
     for name, storage in _storage(folder).items():
         said = storage.get("bits_per_weight") if isinstance(storage, Mapping) else None

@@ -364,9 +364,10 @@ class TrellisDecoding(Decoding):
         if not isinstance(stored, dict) or stored.keys() - known or "code" not in stored:
             raise ValueError(f"{name}: found {stored!r}, expected code and perhaps {sorted(known - {'code'})}")
         found = cls(**{"bits": bits, **stored})
-        expected = {"bits": (bits,), "code": tuple(CODES), "block": BLOCKS, "stacked": tuple(range(1, 9))}
+        widths = [width for width in BITS if width == bits] or BITS
+        expected = {"bits": widths, "code": tuple(CODES), "block": BLOCKS, "stacked": tuple(range(1, 9))}
         for own, among in expected.items():
-            if (value := getattr(found, own)) not in among or isinstance(value, bool):
+            if (value := getattr(found, own)) not in among or type(value) not in (int, str):
                 raise ValueError(f"{name}.{own}: found {value!r}, expected one of {list(among)}")
         return found
 
