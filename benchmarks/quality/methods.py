@@ -44,6 +44,7 @@ BUILT_IN = ", built-in text"  # what "weighted" takes when it is given no text
 TUNED_BITS = (2, 2.5, 3, 4)  # the same, and tuned
 TUNED = ", tuned"
 INT8 = ", 8-bit inputs"
+TRELLIS_BITS = (2, 3, 4)
 WIDER_BITS = BITS[:-1]  # of which keys and values have one more
 WIDER = ", wider keys and values"
 
@@ -121,16 +122,16 @@ def load_kbit(folder: Path, device: str, **choices) -> nn.Module:
 
 
 def kbit_storage(model: nn.Module) -> Storage:
-    """Of the stored form, with column scales; a table of levels, in float32, counts once for all that share it."""
+    """Of the stored form, with scales of rows and columns; a table of levels, in float32, counts once for all that
+    share it."""
     layers = [layer for layer in model.modules() if isinstance(layer, hf_kbit.KbitLinear)]
-    stored = [layer.weight.file_tensors() for layer in layers]
-    scales = [state[name] for state in stored for name in ("weight_absmax", "weight_columns") if name in state]
-    tables = {layer.decoding.levels for layer in layers}
+    stored = [[tensor.nbytes for tensor in layer.weight.file_tensors().values()] for layer in layers]
+    tables = {layer.decoding.levels for layer in layers if layer.decoding.kind == "scalar"}
     weights = [layer.in_features * layer.out_features for layer in layers]
     return Storage(
         sum(weights),
-        sum(state["weight"].nbytes for state in stored),
-        sum(tensor.nbytes for tensor in scales) + sum(4 * len(table) for table in tables),
+        sum(codes for codes, *_ in stored),
+        sum(sum(scales) for _, *scales in stored) + sum(4 * len(table) for table in tables),
         sum(layer.bits * count for layer, count in zip(layers, weights, strict=True)) / sum(weights),
     )
 
@@ -285,7 +286,16 @@ def kbit_methods() -> list[Method]:
             (f"feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences)),
         )
     ]
-    return free + calibrated + with_int8 + without_text + tuned + mixed + mixed_calibrated + wider
+    trellises = [
+        Method("hf_kbit", bits, f"trellis{how}", partial(loaded, bits=bits, codebook="trellis"), kbit_storage)
+        for bits in TRELLIS_BITS
+        for how, loaded in (
+            ("", load_kbit),
+            (", feedback", partial(load_calibrated, method="feedback")),
+            (f", feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences)),
+        )
+    ]
+    return free + calibrated + with_int8 + without_text + tuned + mixed + mixed_calibrated + wider + trellises
 
 
 def methods() -> list[Method]:

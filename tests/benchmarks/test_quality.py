@@ -214,6 +214,7 @@ COUNTED = {
     f"hf_kbit {bits} int, search": [bits + 8 / 32 + COLUMN_SCALES + 32 * 2**bits / WEIGHTS] * 2 for bits in BITS
 }
 COUNTED |= {
+    "hf_kbit 3 trellis": [3 + 16 * LAYERS * (10 * WIDTH + 3 * INNER) / WEIGHTS] * 2,  # both sides of each layer
     "bitsandbytes 4 NF4, block 64": [4 + 32 / 64 + 32 * 16 / WEIGHTS] * 2,
     "bitsandbytes 8 LLM.int8()": [8 + ROW_SCALES] * 2,
     "hqq 4 group 64": [4 + 32 / 64] * 2,
