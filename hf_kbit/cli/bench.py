@@ -36,11 +36,12 @@ def command(given: Namespace) -> None:
     from hf_kbit.cli.generate import load
     from hf_kbit.integrations.transformers.cards import widths
     from hf_kbit.integrations.transformers.inputs import inputs_of
+    from hf_kbit.plan.config import EXL3
 
     model, sizes = given.model, (given.prompt_tokens, given.new_tokens)
     config = AutoConfig.from_pretrained(model, **source(given))
     found = getattr(config, "quantization_config", None) or {}
-    if found.get("quant_method") != "kbit":
+    if found.get("quant_method") not in ("kbit", EXL3):
         raise ValueError(
             f"{model}: found a model that hf_kbit has not quantized, expected what hf-kbit quantize saves"
         )

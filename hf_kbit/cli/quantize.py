@@ -19,8 +19,8 @@ def add_options(parser: ArgumentParser) -> None:
     parser.add_argument("out", type=Path, help=about)
     width = parser.add_mutually_exclusive_group()
     about = (
-        "Number of bits for each weight: 2, 3, 4 or 5, or a mean such as 3.4, for which each layer gets its own "
-        "width. Default: 4."
+        "Number of bits for each weight: 2, 3, 4 or 5, with --codebook trellis 1 to 8; or a mean such as 3.4, for "
+        "which each layer gets its own width. Default: 4."
     )
     add(width, "--bits", about, type=_width)
     about = "Memory that the model may take, such as 20GB or 800MiB, instead of --bits. Default: not limited."
@@ -33,7 +33,10 @@ def add_options(parser: ArgumentParser) -> None:
         "bits, or with --memory get 5 where the other layers would have fewer than 4."
     )
     add(parser, "--embedding-bits", about, type=int)
-    about = "Codebook, the levels that weights are rounded to: optimal, normal_float, int or fp4."
+    about = (
+        "Codebook, the levels that weights are rounded to: optimal, normal_float, int or fp4; or trellis, which is "
+        "better and takes longer."
+    )
     add(parser, "--codebook", about, default="optimal")
     about = "Inputs of quantized layers whenever the saved model runs: int8 rounds them to 8 bits. Default: 16 bits."
     add(parser, "--inputs", about, choices=("int8",))

@@ -60,7 +60,7 @@ from transformers import {auto_class}
 model = {auto_class}.from_pretrained({json.dumps(name, ensure_ascii=False)})
 ```
 
-Without the import, Transformers warns of an unknown quantization type and stops with mismatched sizes.
+Without the import, Transformers warns of an unknown quantization type, and cannot read the quantized layers.
 {tuned}""")
 
 
