@@ -19,8 +19,9 @@ NATIVE := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 # A process per core and a thread per process; tests of a file share its fixtures.
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
-# Tests of kernels, ops, the build and prose, which the version of Transformers does not matter to.
-WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc ops test_build.py test_prose.py)
+# Tests of kernels, ops, weights, the build and prose, which the version of Transformers does not matter to.
+WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc ops test_build.py test_packed.py test_prose.py test_reference.py \
+    test_tensor.py test_torch_walk.py test_trellis.py)
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
