@@ -17,8 +17,9 @@ PIP_INSTALL := bin/python -m pip install --quiet --disable-pip-version-check
 PIP_DOWNLOAD := bin/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary=:all:
 NATIVE := $(shell find csrc -type f)
 CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
-# A process per core and a thread per process; tests of a file share its fixtures.
-PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile
+# A process per core and a thread per process; tests of a file share its fixtures. Files come in their order: notebooks,
+# which take longest, would be left to one core at the end.
+PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile --no-loadscope-reorder
 # Tests of kernels, ops, weights, the build and prose, which the version of Transformers does not matter to.
 WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc ops test_build.py test_packed.py test_prose.py test_reference.py \
     test_tensor.py test_torch_walk.py test_trellis.py)

@@ -401,7 +401,7 @@ def test_a_decoding_that_is_not_the_configs_is_refused(tmp_path, tmp_path_factor
 # A case is a number: it seeds the choice of a model and of a damage, and all that is random in it.
 # ``HF_KBIT_DAMAGES=100000 pytest -m slow tests/test_damaged.py`` tries more.
 
-FEW, MANY = 60, int(os.environ.get("HF_KBIT_DAMAGES", "4000"))
+FEW, MANY = 60, int(os.environ.get("HF_KBIT_DAMAGES", "2500"))
 CONFIG, WEIGHTS = CAUSAL
 # Format 2 and 1, levels of each layer, tied heads, experts, format 3; some layer of most has an exponent.
 MODELS = "mixed widths", "version 1", "layers that differ", "tied", "experts", "trellis", "EXL3"
