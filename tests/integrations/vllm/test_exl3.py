@@ -47,8 +47,14 @@ def change(folder: Path, edit) -> Path:
 
 
 @pytest.mark.parametrize("dtype", serving.DTYPES)
-@pytest.mark.parametrize("form", ["exl3", "saved"])
-@pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen2_padded", "qwen3_moe"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *(("llama", "exl3"), ("qwen2_padded", "exl3"), ("qwen3_moe", "exl3"), ("qwen3_moe", "saved")),
+        *(pytest.param(name, "saved", marks=pytest.mark.slow) for name in ("llama", "llama_tied", "qwen2_padded")),
+        pytest.param("llama_tied", "exl3", marks=pytest.mark.slow),
+    ],
+)
 def test_same_as_transformers(name, form, dtype, tmp_path):
     """Of three codes; a head of its own in a tied model, padded sides and biases, and experts are among them."""
     folder = copied(name, tmp_path)
