@@ -20,9 +20,9 @@ CXX_FILES := $(filter %.h %.cpp %.cuh %.cu,$(NATIVE))
 # A process per core and a thread per process; tests of a file share its fixtures. Files come in their order: notebooks,
 # which take longest, would be left to one core at the end.
 PYTEST := bin/python -m pytest --timeout=900 --numprocesses=auto --dist=loadfile --no-loadscope-reorder
-# Tests of kernels, ops, weights, the build and prose, which the version of Transformers does not matter to.
-WITHOUT_TRANSFORMERS := $(addprefix tests/,csrc ops test_build.py test_packed.py test_prose.py test_reference.py \
-    test_tensor.py test_torch_walk.py test_trellis.py)
+# Tests of kernels, ops, weights, benchmarks, the build and prose: the version of Transformers does not matter to them.
+WITHOUT_TRANSFORMERS := $(addprefix tests/,benchmarks csrc ops test_build.py test_codebooks.py test_packed.py \
+    test_prose.py test_reference.py test_tensor.py test_torch_walk.py test_trellis.py)
 test test-all test-oldest: export OMP_NUM_THREADS = 1
 
 .DEFAULT_GOAL := help
