@@ -9,6 +9,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
 
+from hf_kbit.ops.grouped import owners_of
 from hf_kbit.ops.table import LIBRARY
 
 OPS = torch.ops.hf_kbit
@@ -135,12 +136,6 @@ def to_tokens(grad: torch.Tensor, rows: torch.Tensor | None, tokens: int) -> tor
     # index_put adds up in one order, on GPUs too, as index_add does not.
     zeros = grad.new_zeros((tokens, grad.shape[1]), dtype=wide(grad))
     return zeros.index_put((rows,), grad.to(zeros.dtype), accumulate=True).to(grad.dtype)
-
-
-def owners_of(rows: int, offsets: torch.Tensor) -> torch.Tensor:
-    """The expert of each row, or how many experts there are for those of none."""
-    places = torch.arange(rows, dtype=torch.int32, device=offsets.device)
-    return torch.searchsorted(offsets[1:], places, right=True)
 
 
 def to_experts(grad: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

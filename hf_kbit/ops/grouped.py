@@ -23,11 +23,16 @@ def dense_product(x, weight, bias, offsets, transposed: bool) -> torch.Tensor:
 def grouped_product(x, matrices, bias, offsets) -> torch.Tensor:
     """``x[i] @ matrices[e] + bias[e]`` for the rows i of expert e, zeros for those of none; matrices ``[E, K, N]``."""
     y = F.grouped_mm(x, matrices, offs=offsets[1:])
-    places = torch.arange(len(x), dtype=offsets.dtype, device=x.device)
-    owners = torch.searchsorted(offsets[1:], places, right=True)
+    owners = owners_of(len(x), offsets)
     if bias is not None:
         y = y + bias[owners.clamp(max=len(bias) - 1)]
     return y.masked_fill((owners == len(matrices))[:, None], 0)  # which the product leaves as memory was
+
+
+def owners_of(rows: int, offsets: torch.Tensor) -> torch.Tensor:
+    """The expert of each row, or how many experts there are for those of none."""
+    places = torch.arange(rows, dtype=offsets.dtype, device=offsets.device)
+    return torch.searchsorted(offsets[1:], places, right=True)
 
 
 def has_grouped_product(x: torch.Tensor) -> bool:

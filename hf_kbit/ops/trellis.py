@@ -11,9 +11,9 @@ rotations (``format.trellis.TrellisDecoding``). Of experts all tensors have furt
 many matrices lie one below the other.
 """
 
-import functools
 import math
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -24,7 +24,6 @@ from hf_kbit.format.trellis import rotate
 from hf_kbit.ops import native
 from hf_kbit.ops.autograd import (
     check_can_train,
-    owners_of,
     register,
     swiglu_backward,
     to_experts,
@@ -32,7 +31,7 @@ from hf_kbit.ops.autograd import (
     wide,
     with_tangents,
 )
-from hf_kbit.ops.grouped import grouped_product, has_grouped_product
+from hf_kbit.ops.grouped import grouped_product, has_grouped_product, owners_of
 from hf_kbit.ops.table import LIBRARY
 
 OPS = torch.ops.hf_kbit
@@ -81,7 +80,7 @@ def _op(schema: str, shape) -> Callable:
 # --- the sides ------------------------------------------------------------------------------------
 
 
-@functools.cache
+@cache
 def _hadamard(block: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     with torch.inference_mode(False):
         return rotate(torch.eye(block, dtype=dtype), block).to(device)
@@ -91,11 +90,12 @@ def _rotated(x: torch.Tensor, block: int) -> torch.Tensor:
     return (x.unflatten(-1, (-1, block)) @ _hadamard(block, x.dtype, x.device)).flatten(-2)
 
 
-def _multiplied(x, first, matrix, second, block: int, size: int) -> torch.Tensor:
-    """``[*, size]``, at least float32: x through one side, a matrix in the dtype of x, and the other side."""
-    dtype, unit = wide(x), 2.0 ** -round(math.log2(len(first)) / 2)  # so that float16 holds the results
-    x = F.pad(x, (0, len(first) - x.shape[-1])).to(dtype) * first
-    y = (_rotated(x, block) * unit).to(matrix.dtype) @ matrix
+def _multiplied(x, first, multiply: Callable, second, block: int, size: int) -> torch.Tensor:
+    """``[*, size]``, at least float32: x through one side, a product in the dtype of x, and the other side."""
+    width = first.shape[-1]
+    dtype, unit = wide(x), 2.0 ** -round(math.log2(width) / 2)  # so that float16 holds the results
+    turned = _rotated(F.pad(x, (0, width - x.shape[-1])).to(dtype) * first, block)
+    y = multiply((turned * unit).to(x.dtype))
     return (_rotated(y.to(dtype), block) * (second / unit))[..., :size]
 
 
@@ -134,7 +134,8 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
-    y = _multiplied(x, suh, _inner(words, code, x.dtype).mT, svh, block, shape[0])
+    matrix = _inner(words, code, x.dtype).mT
+    y = _multiplied(x, suh, partial(torch.matmul, other=matrix), svh, block, shape[0])
     return (y if bias is None else y + bias).to(x.dtype)
 
 
@@ -143,7 +144,8 @@ def _(x, bias, words, suh, svh, shape, code, block):
     lambda grad, w, u, v, shape, *_: (*grad.shape[:-1], shape[1]),
 )
 def _(grad, words, suh, svh, shape, code, block):
-    return _multiplied(grad, svh, _inner(words, code, grad.dtype), suh, block, shape[1]).to(grad.dtype)
+    matrix = _inner(words, code, grad.dtype)
+    return _multiplied(grad, svh, partial(torch.matmul, other=matrix), suh, block, shape[1]).to(grad.dtype)
 
 
 def _gemm_setup_context(ctx, inputs, output):
@@ -195,20 +197,18 @@ def _of_experts(x, first, words, second, offsets, code: str, block: int, size: i
 
 def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: int, size: int) -> torch.Tensor:
     if x.is_cuda and has_grouped_product(x):  # nothing waits for the GPU, which may be capturing a graph
-        places = torch.arange(len(x), dtype=offsets.dtype, device=x.device)
-        owners = torch.searchsorted(offsets[1:], places, right=True).clamp(max=len(words) - 1)
+        owners = owners_of(len(x), offsets).clamp(max=len(words) - 1)
         matrices = _inner(words, code, x.dtype)
-        dtype, unit = wide(x), 2.0 ** -round(math.log2(first.shape[-1]) / 2)
-        x = F.pad(x, (0, first.shape[-1] - x.shape[-1])).to(dtype) * first[owners]
-        turned = (_rotated(x, block) * unit).to(matrices.dtype)
-        y = grouped_product(turned, matrices.mT if forward else matrices, None, offsets)
-        return (_rotated(y.to(dtype), block) * (second[owners] / unit))[..., :size]
+        matrices = matrices.mT if forward else matrices
+        multiply = partial(grouped_product, matrices=matrices, bias=None, offsets=offsets)
+        return _multiplied(x, first[owners], multiply, second[owners], block, size)
     parts, numbers = [], offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(numbers)):
         if stop > start:
             matrix = _inner(words[expert], code, x.dtype)
             matrix = matrix.mT if forward else matrix
-            parts.append(_multiplied(x[start:stop], first[expert], matrix, second[expert], block, size))
+            how = first[expert], partial(torch.matmul, other=matrix), second[expert], block, size
+            parts.append(_multiplied(x[start:stop], *how))
     return torch.cat([*parts, x.new_zeros((len(x) - numbers[-1], size), dtype=wide(x))])
 
 
