@@ -218,7 +218,8 @@ class TrellisTensor(KbitTensor):
 
     def rows_sent(self):
         """Of each row a sixteenth of what its tiles have."""
-        self._check_cut(self.matrix[0]) if self.decoding.stacked == 1 else None
+        if self.decoding.stacked == 1:
+            self._check_cut(self.matrix[0])
         tiles = self.words.shape[:-2]
         suh = self.suh.unsqueeze(-2).expand(*tiles, -1)
         parts = self.words.flatten(-2), suh, self.svh.unflatten(-1, (-1, TILE))
@@ -237,7 +238,8 @@ class TrellisTensor(KbitTensor):
         return dict(zip(self.files.values(), (words.transpose(-3, -2), *scales), strict=True))
 
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        self._check_cut(outer_size[0] // mesh.size()) if not self.lead else None
+        if not self.lead:
+            self._check_cut(outer_size[0] // mesh.size())
         names = self.files if self.lead else ("words", "svh")
         own = tuple(_sent(self.parts[name]) for name in names)
         # With one process FSDP2 gathers the first tensor alone.
