@@ -71,7 +71,10 @@ class ModelFormat:
         """The inverse of ``to_dict``, of what may come from anywhere; entries of other names are ignored."""
         version, code = check_version(entries.get("format_version", TRANSFORMED)), entries.get("code")
         bits, embedding_bits = entries.get("bits"), entries.get("embedding_bits")
-        check_bits(bits) if code is None else TrellisDecoding.from_dict({"code": code}, bits, "quantization_config")
+        if code is None:
+            check_bits(bits)
+        else:
+            TrellisDecoding.from_dict({"code": code}, bits, "quantization_config")  # refuses what does not fit
         if embedding_bits is not None:
             check_bits(embedding_bits, "embedding_bits")
         transform = check_transform(entries.get("transform", usual_transform(version)))
