@@ -34,8 +34,8 @@ def add_options(parser: ArgumentParser) -> None:
     )
     add(parser, "--embedding-bits", about, type=int)
     about = (
-        "Codebook, the levels that weights are rounded to: optimal, normal_float, int or fp4; or trellis, which is "
-        "better and takes longer."
+        "Codebook, the levels that weights are rounded to: optimal, normal_float, int, fp4 or trellis. The last takes "
+        "longer and is better."
     )
     add(parser, "--codebook", about, default="optimal")
     about = "Inputs of quantized layers whenever the saved model runs: int8 rounds them to 8 bits. Default: 16 bits."

@@ -18,6 +18,7 @@ from hf_kbit.calibration import tuning
 from hf_kbit.calibration.data import LENGTH, LITTLE, SEQUENCES
 from hf_kbit.calibration.solving import METHODS
 from hf_kbit.calibration.writing import AMOUNTS
+from hf_kbit.plan.config import TRELLIS
 
 FULL = "the disk is full, or a file must not be so large"
 SHORT = "memory is too small"
@@ -140,7 +141,7 @@ def test_help_has_the_figures_and_names_of_the_code():
     """They stand in it as text, for the code takes seconds to import."""
     assert set(options()["quantize", "method"].choices) == set(METHODS)
     names = re.search(r"rounded to: (.*?)\.", help_of("quantize", "codebook"))[1]
-    assert set(re.split(", | or ", names)) == set(codebooks.NAMED)
+    assert set(re.split(", | or ", names)) == {*codebooks.NAMED, TRELLIS}
     config = hf_kbit.KbitConfig()
     for command, name, default in [
         ("quantize", "codebook", config.codebook),
