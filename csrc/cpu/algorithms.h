@@ -13,7 +13,7 @@
 //   block_of, byte_of, spread       which block and which byte of its codes are in a lane of of_bytes' parts
 //   load_planes                     of one group of kWidth blocks, a block in each lane
 //   load_scales(absmax, sign)       kWidth scales, decoded as decode_scale does
-// trellis.h says what it needs besides.
+// trellis_encode.h and trellis.h say what they need besides.
 #pragma once
 
 #include "cpu/dequantize.h"
@@ -22,7 +22,7 @@
 #include "cpu/implementation.h"
 #include "cpu/quantize.h"
 #include "cpu/transform.h"
-#include "cpu/trellis.h"
+#include "cpu/trellis_encode.h"
 
 namespace hf_kbit::cpu {
 
@@ -33,8 +33,7 @@ static constexpr Implementation implementation_with(const char* name) {
             dequantize_with<V>,
             transform_with<V>,
             {gemm_panel_size_with<V>, gemm_pack_with<V>, gemm_with<V>},
-            encode_trellis_with<V>,
-            decode_trellis_with<V>};
+            encode_trellis_with<V>};
 }
 
 }  // namespace hf_kbit::cpu

@@ -4,12 +4,47 @@
 #include <immintrin.h>
 
 #include <algorithm>
+#include <array>
 
 #include "cpu/algorithms.h"
+#include "cpu/trellis.h"
 
 namespace hf_kbit::cpu {
 
 namespace {
+
+// Of eight weights of a tile of a trellis that follow each other: from which word on four words have their windows, -1
+// for the last one; there the bytes of the two in which each window begins, and the upper byte of the one behind them;
+// and by which factor a window moves up.
+struct WindowOrder {
+    alignas(16) uint8_t two[16] = {}, third[16] = {};
+    alignas(16) uint16_t up[8] = {};
+    int word = 0;
+
+    constexpr WindowOrder() = default;
+    constexpr WindowOrder(int bits, int eight) {
+        const int first = 8 * bits * eight + bits - kWindowBits + 32;  // of a stream that the last word is before
+        word = first / 32 - 1;
+        word = word < 8 * bits - 4 ? word : 8 * bits - 4;
+        for (int i = 0; i < 8; ++i) {
+            const int bit = first + i * bits, byte = bit / 8, down = bit % 8;
+            two[2 * i] = place(byte + 1), two[2 * i + 1] = place(byte);
+            third[2 * i] = 0x80, third[2 * i + 1] = down ? place(byte + 2) : 0x80;
+            up[i] = static_cast<uint16_t>(1 << down);
+        }
+    }
+    constexpr uint8_t place(int byte) const {
+        return static_cast<uint8_t>((byte / 4 - 1 - word) * 4 + 3 - byte % 4);
+    }
+};
+
+constexpr auto kWindowOrders = [] {
+    std::array<std::array<WindowOrder, kTrellisSteps / 8>, kMostTrellisBits> orders{};
+    for (int bits = 1; bits <= kMostTrellisBits; ++bits) {
+        for (int eight = 0; eight < kTrellisSteps / 8; ++eight) orders[bits - 1][eight] = WindowOrder(bits, eight);
+    }
+    return orders;
+}();
 
 struct Avx2 {
     static constexpr int kWidth = 8;
@@ -101,7 +136,6 @@ struct Avx2 {
     static I add_words(I a, I b) { return _mm256_add_epi32(a, b); }
     static I multiply_words(I a, I b) { return _mm256_mullo_epi32(a, b); }
     static I least(I a, I b) { return _mm256_min_epu32(a, b); }
-    static I shift_right_by(I a, I counts) { return _mm256_srlv_epi32(a, counts); }
     static I where_equal(I a, I b, I yes, I no) { return _mm256_blendv_epi8(no, yes, _mm256_cmpeq_epi32(a, b)); }
     static I difference_squared(I a, I b) {  // the upper halves are 0
         const I difference = _mm256_sub_epi16(a, b);
@@ -121,11 +155,65 @@ struct Avx2 {
         return _mm256_permutevar8x32_epi32(
             a, _mm256_setr_epi32(from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7)));
     }
-    static I gather(const uint8_t* data, I offsets) {
-        return _mm256_i32gather_epi32(reinterpret_cast<const int*>(data), offsets, 1);
-    }
     static F from_words(I a) { return _mm256_cvtepi32_ps(a); }
     static F as_floats(I a) { return _mm256_castsi256_ps(a); }
+
+    using H = __m256i;
+
+    struct Tile {
+        const uint32_t* words;
+        const WindowOrder* orders;
+        __m128i first;  // the last word, then the first ones
+
+        Tile(const uint32_t* words, int bits) : words(words), orders(kWindowOrders[bits - 1].data()) {
+            const auto* last = reinterpret_cast<const __m128i*>(words + 8 * bits - 4);
+            first = _mm_alignr_epi8(load(words), _mm_loadu_si128(last), 12);
+        }
+        static __m128i load(const uint32_t* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
+
+        // A window is the two bytes in which it begins, moved up, and what comes down from the third one.
+        H windows(int part) const {
+            const WindowOrder &low = orders[2 * part], &high = orders[2 * part + 1];
+            const H found = joined(low.word < 0 ? first : load(words + low.word),
+                                   high.word < 0 ? first : load(words + high.word));
+            const H two = _mm256_shuffle_epi8(found, joined(of(low.two), of(high.two)));
+            const H third = _mm256_shuffle_epi8(found, joined(of(low.third), of(high.third)));
+            const H up = joined(of(low.up), of(high.up));
+            return _mm256_or_si256(_mm256_mullo_epi16(two, up), _mm256_mulhi_epu16(third, up));
+        }
+        static H joined(__m128i low, __m128i high) { return _mm256_set_m128i(high, low); }
+        template <class Numbers>
+        static __m128i of(const Numbers& numbers) {
+            return _mm_load_si128(reinterpret_cast<const __m128i*>(numbers));
+        }
+    };
+
+    static H mul1_sums(H windows) {
+        constexpr uint32_t kFactor = code_factor(Code::mul1);
+        const H low = _mm256_set1_epi16(static_cast<short>(kFactor & 0xFFFF)), ones = _mm256_set1_epi8(1);
+        const H high = _mm256_set1_epi16(static_cast<short>(kFactor >> 16));
+        const H first = _mm256_mullo_epi16(windows, low);
+        const H second = _mm256_add_epi16(_mm256_mulhi_epu16(windows, low), _mm256_mullo_epi16(windows, high));
+        return _mm256_add_epi16(_mm256_maddubs_epi16(first, ones), _mm256_maddubs_epi16(second, ones));
+    }
+    static H load_halves(const int16_t* data) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)); }
+    static I words_of(H a, int side) {
+        return _mm256_cvtepu16_epi32(side ? _mm256_extracti128_si256(a, 1) : _mm256_castsi256_si128(a));
+    }
+    static I add_products(I sums, H a, H b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
+    static void as_rows(F (&values)[4]) {
+        // Pairs of both outputs, of inputs 0 to 7, then of the others.
+        F pairs[2][2];
+        for (int part = 0; part < 2; ++part) {
+            const __m256d low = _mm256_castps_pd(values[2 * part]), high = _mm256_castps_pd(values[2 * part + 1]);
+            pairs[part][0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
+            pairs[part][1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
+        }
+        for (int half = 0; half < 2; ++half) {
+            values[half] = _mm256_permute2f128_ps(pairs[0][half], pairs[1][half], 0x20);
+            values[2 + half] = _mm256_permute2f128_ps(pairs[0][half], pairs[1][half], 0x31);
+        }
+    }
 
     // --- quantize ---
     static I zero_index() { return _mm256_setzero_si256(); }
@@ -393,6 +481,7 @@ struct Avx2 {
 
 const Implementation avx2_implementation = implementation_with<Avx2>("avx2");
 const Int8Implementation avx2_int8 = int8_implementation_with<Avx2>();
+const TrellisImplementation avx2_trellis = trellis_implementation_with<Avx2>();
 
 }  // namespace hf_kbit::cpu
 

@@ -84,7 +84,6 @@ struct Avx512 {
     static I add_words(I a, I b) { return _mm512_add_epi32(a, b); }
     static I multiply_words(I a, I b) { return _mm512_mullo_epi32(a, b); }
     static I least(I a, I b) { return _mm512_min_epu32(a, b); }
-    static I shift_right_by(I a, I counts) { return _mm512_srlv_epi32(a, counts); }
     static I where_equal(I a, I b, I yes, I no) {
         return _mm512_mask_mov_epi32(no, _mm512_cmpeq_epi32_mask(a, b), yes);
     }
@@ -111,7 +110,6 @@ struct Avx512 {
                               from(10), from(11), from(12), from(13), from(14), from(15)),
             a);
     }
-    static I gather(const uint8_t* data, I offsets) { return _mm512_i32gather_epi32(offsets, data, 1); }
     static F from_words(I a) { return _mm512_cvtepi32_ps(a); }
     static F as_floats(I a) { return _mm512_castsi512_ps(a); }
     static F round_to_half(F a) { return _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "cpu/implementation.h"
-#include "cpu/trellis.h"
+#include "cpu/trellis_encode.h"
 
 namespace hf_kbit::cpu {
 
@@ -35,8 +35,7 @@ const Implementation amx_implementation = {"amx",
                                            avx512_implementation.dequantize,
                                            avx512_implementation.transform,
                                            amx_gemm,
-                                           avx512_implementation.encode_trellis,
-                                           avx512_implementation.decode_trellis};
+                                           avx512_implementation.encode_trellis};
 #endif
 
 // What this machine can run, best first.
@@ -107,6 +106,22 @@ const Int8Implementation& chosen_int8() {
     return implementation;
 }
 
+const TrellisImplementation& chosen_trellis() {
+    static const TrellisImplementation& implementation = []() -> const TrellisImplementation& {
+#if defined(__x86_64__)
+        if (&chosen() == &portable_implementation) return portable_trellis;
+#if defined(HF_KBIT_AVX512_TRELLIS)
+        const bool has_bytes = __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512vbmi");
+        if (&chosen() != &avx2_implementation && has_bytes) return avx512_trellis;
+#endif
+        return avx2_trellis;
+#else
+        return portable_trellis;
+#endif
+    }();
+    return implementation;
+}
+
 }  // namespace
 
 const char* instruction_set() { return chosen().name; }
@@ -155,9 +170,28 @@ void encode_trellis(const float* targets, int bits, int lead, uint32_t* words, v
     chosen().encode_trellis(targets, bits, lead, words, scratch, begin, end);
 }
 
-void decode_trellis(const uint32_t* words, Code code, int bits, int64_t across, int64_t down, void* out, Dtype dtype,
-                    int64_t begin, int64_t end) {
-    chosen().decode_trellis(words, code, bits, across, down, out, dtype, begin, end);
+void decode_trellis(const TrellisTiles& tiles, void* out, Dtype dtype, int64_t begin, int64_t end) {
+    chosen_trellis().decode(tiles, out, dtype, begin, end);
+}
+
+void turn_trellis(const void* x, Dtype dtype, const TrellisSides& sides, void* out, Dtype out_dtype, int64_t begin,
+                  int64_t end) {
+    chosen_trellis().turn(x, dtype, sides, out, out_dtype, begin, end);
+}
+
+void finish_trellis(const void* inner, Dtype inner_dtype, const TrellisSides& sides, const void* bias, void* out,
+                    Dtype dtype, int64_t begin, int64_t end) {
+    chosen_trellis().finish(inner, inner_dtype, sides, bias, out, dtype, begin, end);
+}
+
+void pack_trellis(const void* x, Dtype dtype, int64_t count, const TrellisSides& sides, int16_t* panel,
+                  TrellisToken* tokens, int64_t begin, int64_t end) {
+    chosen_trellis().pack(x, dtype, count, sides, panel, tokens, begin, end);
+}
+
+void multiply_trellis(const int16_t* panel, const TrellisToken* tokens, int64_t count, const TrellisTiles& tiles,
+                      const TrellisSides& sides, const void* bias, void* out, Dtype dtype, int64_t begin, int64_t end) {
+    chosen_trellis().multiply(panel, tokens, count, tiles, sides, bias, out, dtype, begin, end);
 }
 
 void int8_inverses(const Int8Weight& weight, uint16_t* inverses, int64_t begin, int64_t end) {

@@ -19,7 +19,6 @@ struct Implementation {
     decltype(&cpu::transform) transform;
     GemmImplementation gemm;
     decltype(&cpu::encode_trellis) encode_trellis;
-    decltype(&cpu::decode_trellis) decode_trellis;
 };
 
 // Of products of 8-bit inputs.
@@ -35,8 +34,18 @@ struct Int8Implementation {
     Int8GemmImplementation gemm;
 };
 
+// Of weights that have a trellis.
+struct TrellisImplementation {
+    decltype(&cpu::decode_trellis) decode;
+    decltype(&cpu::turn_trellis) turn;
+    decltype(&cpu::finish_trellis) finish;
+    decltype(&cpu::pack_trellis) pack;
+    decltype(&cpu::multiply_trellis) multiply;
+};
+
 extern const Implementation portable_implementation;  // portable.cpp
 extern const Int8Implementation portable_int8;
+extern const TrellisImplementation portable_trellis;
 #if defined(__x86_64__)
 extern const Implementation avx2_implementation;    // avx2.cpp
 extern const Implementation avx512_implementation;  // avx512.cpp
@@ -44,6 +53,8 @@ extern const GemmImplementation amx_gemm;           // amx.cpp, if HF_KBIT_AMX i
 extern const Int8Implementation avx2_int8;
 extern const Int8Implementation avx512_int8;        // avx512_int8.cpp, if HF_KBIT_AVX512_INT8 is defined
 extern const Int8GemmImplementation amx_int8_gemm;  // amx_int8.cpp, if HF_KBIT_AMX_INT8 is defined
+extern const TrellisImplementation avx2_trellis;
+extern const TrellisImplementation avx512_trellis;  // avx512_trellis.cpp, if HF_KBIT_AVX512_TRELLIS is defined
 #endif
 
 }  // namespace hf_kbit::cpu

@@ -60,10 +60,48 @@ int64_t encode_trellis_scratch(int bits);
 void encode_trellis(const float* targets, int bits, int lead, uint32_t* words, void* scratch, int64_t begin,
                     int64_t end);
 
-// Rows of tiles [begin, end), `down` for each matrix, of out [*, 16 * down, 16 * across]: what words, 32-bit ones
-// [*, across, down, 8 * bits], stand for, in float16, as float16, float32 or bfloat16.
-void decode_trellis(const uint32_t* words, Code code, int bits, int64_t across, int64_t down, void* out, Dtype dtype,
-                    int64_t begin, int64_t end);
+// The tiles of a matrix, of 8 * bits words each, anywhere in memory; those of the first row of tiles have the first 16
+// out_features.
+struct TrellisTiles {
+    const uint32_t* words;
+    int64_t across, across_step, down_step;  // columns of tiles; words from one to the next along K, and along N
+    int bits;
+    Code code;
+    const uint32_t* at(int64_t column, int64_t row) const { return words + column * across_step + row * down_step; }
+};
+
+// Rows of tiles [begin, end) of out [N, K], what tiles stand for in float16, as float16, float32 or bfloat16.
+void decode_trellis(const TrellisTiles& tiles, void* out, Dtype dtype, int64_t begin, int64_t end);
+
+// What is around the tiles of a weight: scales, float16, and rotations in blocks of 32, 64 or 128, of which both sides
+// are padded to multiples.
+struct TrellisSides {
+    const uint16_t *suh, *svh;
+    int64_t in_features, out_features, padded_in, padded_out;
+    int block;
+};
+
+// A product by a decoded weight: rows [begin, end) of x [M, in_features] as it meets the weight, out [M, padded_in],
+// float32 or bfloat16; and of inner [M, padded_out], float32 or bfloat16, those of out [M, out_features]. bias (dtype,
+// [out_features]) may be null.
+void turn_trellis(const void* x, Dtype dtype, const TrellisSides& sides, void* out, Dtype out_dtype, int64_t begin,
+                  int64_t end);
+void finish_trellis(const void* inner, Dtype inner_dtype, const TrellisSides& sides, const void* bias, void* out,
+                    Dtype dtype, int64_t begin, int64_t end);
+
+// Of a token: what 1 stands for, and the sum of its whole numbers.
+struct TrellisToken {
+    float scale;
+    int64_t sum;
+};
+
+// A product without decoding, of code mul1 and inputs of 14 bits: rows [begin, end) of x, panel [padded_in / 16, M,
+// 32]; then rows of tiles [begin, end), whole blocks, of out [M, out_features]. The same bits on every CPU, whatever
+// tokens are beside one.
+void pack_trellis(const void* x, Dtype dtype, int64_t count, const TrellisSides& sides, int16_t* panel,
+                  TrellisToken* tokens, int64_t begin, int64_t end);
+void multiply_trellis(const int16_t* panel, const TrellisToken* tokens, int64_t count, const TrellisTiles& tiles,
+                      const TrellisSides& sides, const void* bias, void* out, Dtype dtype, int64_t begin, int64_t end);
 
 // --- 8-bit inputs, bit-identical to hf_kbit.reference; AVX-512 needs VNNI, VBMI and GFNI, or AVX2 does it ---
 

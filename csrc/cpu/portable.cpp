@@ -2,6 +2,7 @@
 #include <array>
 
 #include "cpu/algorithms.h"
+#include "cpu/trellis.h"
 
 namespace hf_kbit::cpu {
 
@@ -112,9 +113,6 @@ struct Portable {
     static I least(I a, I b) {
         return each<I>([&](int i) { return a.lane[i] < b.lane[i] ? a.lane[i] : b.lane[i]; });
     }
-    static I shift_right_by(I a, I counts) {
-        return each<I>([&](int i) { return a.lane[i] >> counts.lane[i]; });
-    }
     static I where_equal(I a, I b, I yes, I no) {
         return each<I>([&](int i) { return a.lane[i] == b.lane[i] ? yes.lane[i] : no.lane[i]; });
     }
@@ -130,18 +128,64 @@ struct Portable {
         constexpr int kRun = kWidth / count;
         return each<I>([&](int i) { return a.lane[i % kRun * count + i / kRun]; });
     }
-    static I gather(const uint8_t* data, I offsets) {
-        return each<I>([&](int i) {
-            uint32_t word;
-            std::memcpy(&word, data + offsets.lane[i], sizeof word);
-            return word;
-        });
-    }
     static F from_words(I a) {
         return each<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.lane[i])); });
     }
     static F as_floats(I a) {
         return each<F>([&](int i) { return float_of(a.lane[i]); });
+    }
+
+    struct H {
+        uint16_t lane[2 * kWidth];
+    };
+
+    template <class Function>
+    static H each_half(Function function) {
+        H result;
+        for (int i = 0; i < 2 * kWidth; ++i) result.lane[i] = static_cast<uint16_t>(function(i));
+        return result;
+    }
+
+    struct Tile {
+        const uint32_t* words;
+        int bits;
+
+        Tile(const uint32_t* words, int bits) : words(words), bits(bits) {}
+        H windows(int part) const {
+            return each_half([&](int i) {
+                const int end = (part * 2 * kWidth + i + 1) * bits, last = (end - 1) / 32;
+                const uint64_t before = words[last == 0 ? 8 * bits - 1 : last - 1];
+                return (before << 32 | words[last]) >> (32 * (last + 1) - end);
+            });
+        }
+    };
+
+    static H mul1_sums(H windows) {
+        return each_half([&](int i) {
+            const uint32_t x = windows.lane[i] * code_factor(Code::mul1);
+            return (x & 0xFF) + (x >> 8 & 0xFF) + (x >> 16 & 0xFF) + (x >> 24);
+        });
+    }
+    static H load_halves(const int16_t* data) {
+        H result;
+        std::memcpy(result.lane, data, sizeof result.lane);
+        return result;
+    }
+    static I words_of(H a, int side) {
+        return each<I>([&](int i) { return a.lane[side * kWidth + i]; });
+    }
+    static I add_products(I sums, H a, H b) {
+        const auto product = [&](int i) { return a.lane[i] * static_cast<int16_t>(b.lane[i]); };
+        return each<I>([&](int i) {
+            return sums.lane[i] + static_cast<uint32_t>(product(2 * i)) + static_cast<uint32_t>(product(2 * i + 1));
+        });
+    }
+    static void as_rows(F (&values)[8]) {
+        float row[2][16];
+        for (int i = 0; i < 32; ++i) {
+            row[i / 4 % 2][i / 8 * 2 + i % 2 + i % 4 / 2 * 8] = values[i / kWidth].lane[i % kWidth];
+        }
+        std::memcpy(values, row, sizeof row);
     }
 
     // --- quantize ---
@@ -263,5 +307,6 @@ struct Portable {
 
 const Implementation portable_implementation = implementation_with<Portable>("portable");
 const Int8Implementation portable_int8 = int8_implementation_with<Portable>();
+const TrellisImplementation portable_trellis = trellis_implementation_with<Portable>();
 
 }  // namespace hf_kbit::cpu

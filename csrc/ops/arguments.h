@@ -47,6 +47,9 @@ void check_dtype(std::string_view name, const Tensor& tensor, std::initializer_l
 // The width of a float32 codebook [2**bits].
 int check_codebook(const Tensor& codebook);
 
+// Our name for a code of trellises.
+Code check_code(const std::string& code);
+
 void check_same_device(std::string_view name, const Tensor& tensor, std::string_view other_name, const Tensor& other);
 
 // Words and scales of matrices of one shape, [out_features, in_features], told apart by their last dimensions unless

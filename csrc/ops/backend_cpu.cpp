@@ -1,8 +1,4 @@
 // The CPU backend: spreads rows over torch's thread pool. The kernels are in csrc/cpu.
-#if defined(__x86_64__)
-#include <cpuid.h>
-#endif
-
 #include <algorithm>
 
 #include <torch/csrc/stable/ops.h>
@@ -18,21 +14,6 @@ namespace {
 
 // Weights decoded at a time for more tokens: 16 MB of float32, small beside the model and large enough for a matmul.
 constexpr int64_t kSlice = 1 << 22;
-
-// Whether matrix products of bfloat16 are faster here than those of float32.
-bool has_bfloat16_arithmetic() {
-#if defined(__x86_64__)
-    static const bool found = [] {
-        unsigned eax, ebx, ecx, edx;
-        if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
-        const bool amx = edx & (1u << 22);
-        return amx || (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & (1u << 5)));
-    }();
-    return found;
-#else
-    return false;
-#endif
-}
 
 // Up to so many tokens the fused kernel is faster than decoding a slice and having torch multiply. (2 threads each of
 // an EPYC Milan, 2026-11-21, and of a Xeon with AMX, 2026-11-23.)

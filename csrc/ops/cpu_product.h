@@ -2,6 +2,10 @@
 // experts.
 #pragma once
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <tuple>
@@ -16,6 +20,21 @@ namespace hf_kbit::backend {
 // Work for a thread, in weights: less is not worth waking one up.
 constexpr int64_t kGrain = 1 << 15;
 inline int64_t row_grain(int64_t in_features) { return std::max<int64_t>(1, kGrain / in_features); }
+
+// Whether matrix products of bfloat16 are faster here than those of float32.
+inline bool has_bfloat16_arithmetic() {
+#if defined(__x86_64__)
+    static const bool found = [] {
+        unsigned eax, ebx, ecx, edx;
+        if (!__get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx)) return false;
+        const bool amx = edx & (1u << 22);
+        return amx || (__get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax & (1u << 5)));
+    }();
+    return found;
+#else
+    return false;
+#endif
+}
 
 inline const int32_t* words_of(const Packed& packed) {
     return static_cast<const int32_t*>(packed.words.const_data_ptr());

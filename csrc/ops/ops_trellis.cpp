@@ -5,14 +5,14 @@
 
 namespace hf_kbit {
 
-namespace {
-
 Code check_code(const std::string& code) {
     if (code == "3inst") return Code::three_inst;
     if (code == "mcg") return Code::mcg;
     if (code == "mul1") return Code::mul1;
     refuse("code", code, "3inst, mcg or mul1");
 }
+
+namespace {
 
 void check_range(std::string_view name, int64_t found, int64_t most) {
     if (found < 1 || found > most) refuse(name, std::to_string(found), "1 to " + std::to_string(most));

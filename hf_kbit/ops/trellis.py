@@ -128,12 +128,16 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 
 # --- a matrix -------------------------------------------------------------------------------------
 
+LIBRARY.define(f"gemm_trellis_cpu(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor")  # which the library has
+
 
 @_op(
     f"gemm_trellis(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
+    if x.is_cpu and x.dtype != torch.float64 and native.library("cpu").loaded:
+        return OPS.gemm_trellis_cpu(x, bias, words, suh, svh, shape, code, block)
     matrix = _inner(words, code, x.dtype).mT
     y = _multiplied(x, suh, partial(torch.matmul, other=matrix), svh, block, shape[0])
     return (y if bias is None else y + bias).to(x.dtype)
