@@ -17,9 +17,9 @@ constexpr uint32_t code_factor(Code code) {
 }
 constexpr uint32_t code_added(Code code) { return code == Code::three_inst ? 64248484u : 0; }
 
-// Of mul1: a window's value is s * kSumScale + kSumShift, s 1024 more than the sum of four bytes; of the others the
-// sum of two halves, which are float16.
-constexpr float kSumScale = 0x6EEp-18f, kSumShift = -0x531p-7f;
+// Of mul1: a window's value is the sum of four bytes times kSumScale and kSumZero more, both multiples of kSumUnit; of
+// the others the sum of two halves, which are float16.
+constexpr float kSumScale = 0x6EEp-18f, kSumZero = -0x6E8p-9f, kSumUnit = 0x1p-18f;
 constexpr uint32_t kHalvesMask = 0x8FFF8FFFu, kHalvesFlipped = 0x3B603B60u;
 
 // A state is what the next window keeps of one. State e comes from the states `h << (state_bits - bits) | e >> bits`,

@@ -33,9 +33,7 @@ struct WindowOrder {
             up[i] = static_cast<uint16_t>(1 << down);
         }
     }
-    constexpr uint8_t place(int byte) const {
-        return static_cast<uint8_t>((byte / 4 - 1 - word) * 4 + 3 - byte % 4);
-    }
+    constexpr uint8_t place(int byte) const { return static_cast<uint8_t>((byte / 4 - 1 - word) * 4 + 3 - byte % 4); }
 };
 
 constexpr auto kWindowOrders = [] {
@@ -48,6 +46,7 @@ constexpr auto kWindowOrders = [] {
 
 struct Avx2 {
     static constexpr int kWidth = 8;
+    static constexpr bool kFuses = true;
     using F = __m256;
     using I = __m256i;
 
@@ -155,7 +154,6 @@ struct Avx2 {
         return _mm256_permutevar8x32_epi32(
             a, _mm256_setr_epi32(from(0), from(1), from(2), from(3), from(4), from(5), from(6), from(7)));
     }
-    static F from_words(I a) { return _mm256_cvtepi32_ps(a); }
     static F as_floats(I a) { return _mm256_castsi256_ps(a); }
 
     using H = __m256i;
@@ -174,8 +172,8 @@ struct Avx2 {
         // A window is the two bytes in which it begins, moved up, and what comes down from the third one.
         H windows(int part) const {
             const WindowOrder &low = orders[2 * part], &high = orders[2 * part + 1];
-            const H found = joined(low.word < 0 ? first : load(words + low.word),
-                                   high.word < 0 ? first : load(words + high.word));
+            const H found =
+                joined(low.word < 0 ? first : load(words + low.word), high.word < 0 ? first : load(words + high.word));
             const H two = _mm256_shuffle_epi8(found, joined(of(low.two), of(high.two)));
             const H third = _mm256_shuffle_epi8(found, joined(of(low.third), of(high.third)));
             const H up = joined(of(low.up), of(high.up));
@@ -197,22 +195,16 @@ struct Avx2 {
         return _mm256_add_epi16(_mm256_maddubs_epi16(first, ones), _mm256_maddubs_epi16(second, ones));
     }
     static H load_halves(const int16_t* data) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(data)); }
-    static I words_of(H a, int side) {
-        return _mm256_cvtepu16_epi32(side ? _mm256_extracti128_si256(a, 1) : _mm256_castsi256_si128(a));
-    }
     static I add_products(I sums, H a, H b) { return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b)); }
-    static void as_rows(F (&values)[4]) {
-        // Pairs of both outputs, of inputs 0 to 7, then of the others.
-        F pairs[2][2];
-        for (int part = 0; part < 2; ++part) {
-            const __m256d low = _mm256_castps_pd(values[2 * part]), high = _mm256_castps_pd(values[2 * part + 1]);
-            pairs[part][0] = _mm256_castpd_ps(_mm256_unpacklo_pd(low, high));
-            pairs[part][1] = _mm256_castpd_ps(_mm256_unpackhi_pd(low, high));
-        }
-        for (int half = 0; half < 2; ++half) {
-            values[half] = _mm256_permute2f128_ps(pairs[0][half], pairs[1][half], 0x20);
-            values[2 + half] = _mm256_permute2f128_ps(pairs[0][half], pairs[1][half], 0x31);
-        }
+    static void spread(H a, uint16_t upper, I (&outputs)[2]) {
+        const H uppers = _mm256_set1_epi16(static_cast<short>(upper));
+        outputs[0] = _mm256_unpacklo_epi16(a, uppers);
+        outputs[1] = _mm256_unpackhi_epi16(a, uppers);
+    }
+    static void natural(F (&values)[2]) {
+        const __m256d low = _mm256_castps_pd(values[0]), high = _mm256_castps_pd(values[1]);
+        values[0] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_unpacklo_pd(low, high), 0xD8));
+        values[1] = _mm256_castpd_ps(_mm256_permute4x64_pd(_mm256_unpackhi_pd(low, high), 0xD8));
     }
 
     // --- quantize ---

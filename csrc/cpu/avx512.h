@@ -14,6 +14,7 @@ namespace {
 
 struct Avx512 {
     static constexpr int kWidth = 16;
+    static constexpr bool kFuses = true;
     using F = __m512;
     using I = __m512i;
 
@@ -110,7 +111,6 @@ struct Avx512 {
                               from(10), from(11), from(12), from(13), from(14), from(15)),
             a);
     }
-    static F from_words(I a) { return _mm512_cvtepi32_ps(a); }
     static F as_floats(I a) { return _mm512_castsi512_ps(a); }
     static F round_to_half(F a) { return _mm512_cvtph_ps(_mm512_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT)); }
 

@@ -30,12 +30,9 @@ bool can_use_amx() {
     return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 
-const Implementation amx_implementation = {"amx",
-                                           avx512_implementation.quantize,
-                                           avx512_implementation.dequantize,
-                                           avx512_implementation.transform,
-                                           amx_gemm,
-                                           avx512_implementation.encode_trellis};
+const Implementation amx_implementation = {
+    "amx",    avx512_implementation.quantize,      avx512_implementation.dequantize, avx512_implementation.transform,
+    amx_gemm, avx512_implementation.encode_trellis};
 #endif
 
 // What this machine can run, best first.
@@ -122,6 +119,14 @@ const TrellisImplementation& chosen_trellis() {
     return implementation;
 }
 
+// Null without AMX.
+const TrellisTileImplementation* chosen_trellis_tiles() {
+#if defined(HF_KBIT_AMX) && defined(HF_KBIT_AVX512_TRELLIS) && defined(HF_KBIT_AMX_TRELLIS)
+    if (&chosen() == &amx_implementation && &chosen_trellis() == &avx512_trellis) return &amx_trellis;
+#endif
+    return nullptr;
+}
+
 }  // namespace
 
 const char* instruction_set() { return chosen().name; }
@@ -174,14 +179,19 @@ void decode_trellis(const TrellisTiles& tiles, void* out, Dtype dtype, int64_t b
     chosen_trellis().decode(tiles, out, dtype, begin, end);
 }
 
-void turn_trellis(const void* x, Dtype dtype, const TrellisSides& sides, void* out, Dtype out_dtype, int64_t begin,
-                  int64_t end) {
-    chosen_trellis().turn(x, dtype, sides, out, out_dtype, begin, end);
+void turn_trellis(const void* x, Dtype dtype, const TrellisSides& sides, bool tile_order, void* out, Dtype out_dtype,
+                  int64_t begin, int64_t end) {
+    chosen_trellis().turn(x, dtype, sides, tile_order, out, out_dtype, begin, end);
 }
 
 void finish_trellis(const void* inner, Dtype inner_dtype, const TrellisSides& sides, const void* bias, void* out,
                     Dtype dtype, int64_t begin, int64_t end) {
     chosen_trellis().finish(inner, inner_dtype, sides, bias, out, dtype, begin, end);
+}
+
+void multiply_few_trellis(const float* turned, int64_t count, const TrellisTiles& tiles, float* inner,
+                          int64_t padded_in, int64_t padded_out, int64_t begin, int64_t end) {
+    chosen_trellis().multiply_few(turned, count, tiles, inner, padded_in, padded_out, begin, end);
 }
 
 void pack_trellis(const void* x, Dtype dtype, int64_t count, const TrellisSides& sides, int16_t* panel,
@@ -190,8 +200,25 @@ void pack_trellis(const void* x, Dtype dtype, int64_t count, const TrellisSides&
 }
 
 void multiply_trellis(const int16_t* panel, const TrellisToken* tokens, int64_t count, const TrellisTiles& tiles,
-                      const TrellisSides& sides, const void* bias, void* out, Dtype dtype, int64_t begin, int64_t end) {
+                      const TrellisSides& sides, const void* bias, void* out, Dtype dtype, int64_t begin,
+                      int64_t end) {
     chosen_trellis().multiply(panel, tokens, count, tiles, sides, bias, out, dtype, begin, end);
+}
+
+bool has_trellis_tiles() { return chosen_trellis_tiles() != nullptr; }
+
+int64_t trellis_tile_panel_size(int64_t tokens, int64_t padded_in) {
+    return chosen_trellis_tiles()->panel_size(tokens, padded_in);
+}
+
+void pack_trellis_tiles(const uint16_t* turned, int64_t tokens, int64_t padded_in, uint16_t* panel, int64_t begin,
+                        int64_t end) {
+    chosen_trellis_tiles()->pack(turned, tokens, padded_in, panel, begin, end);
+}
+
+void multiply_trellis_tiles(const uint16_t* panel, int64_t tokens, const TrellisTiles& tiles, float* inner,
+                            int64_t padded_out, int64_t begin, int64_t end) {
+    chosen_trellis_tiles()->multiply(panel, tokens, tiles, inner, padded_out, begin, end);
 }
 
 void int8_inverses(const Int8Weight& weight, uint16_t* inverses, int64_t begin, int64_t end) {

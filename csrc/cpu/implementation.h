@@ -39,8 +39,16 @@ struct TrellisImplementation {
     decltype(&cpu::decode_trellis) decode;
     decltype(&cpu::turn_trellis) turn;
     decltype(&cpu::finish_trellis) finish;
+    decltype(&cpu::multiply_few_trellis) multiply_few;
     decltype(&cpu::pack_trellis) pack;
     decltype(&cpu::multiply_trellis) multiply;
+};
+
+// With AMX.
+struct TrellisTileImplementation {
+    decltype(&cpu::trellis_tile_panel_size) panel_size;
+    decltype(&cpu::pack_trellis_tiles) pack;
+    decltype(&cpu::multiply_trellis_tiles) multiply;
 };
 
 extern const Implementation portable_implementation;  // portable.cpp
@@ -54,7 +62,8 @@ extern const Int8Implementation avx2_int8;
 extern const Int8Implementation avx512_int8;        // avx512_int8.cpp, if HF_KBIT_AVX512_INT8 is defined
 extern const Int8GemmImplementation amx_int8_gemm;  // amx_int8.cpp, if HF_KBIT_AMX_INT8 is defined
 extern const TrellisImplementation avx2_trellis;
-extern const TrellisImplementation avx512_trellis;  // avx512_trellis.cpp, if HF_KBIT_AVX512_TRELLIS is defined
+extern const TrellisImplementation avx512_trellis;   // avx512_trellis.cpp, if HF_KBIT_AVX512_TRELLIS is defined
+extern const TrellisTileImplementation amx_trellis;  // amx_trellis.cpp, if HF_KBIT_AMX_TRELLIS is defined
 #endif
 
 }  // namespace hf_kbit::cpu

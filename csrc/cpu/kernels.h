@@ -81,11 +81,11 @@ struct TrellisSides {
     int block;
 };
 
-// A product by a decoded weight: rows [begin, end) of x [M, in_features] as it meets the weight, out [M, padded_in],
-// float32 or bfloat16; and of inner [M, padded_out], float32 or bfloat16, those of out [M, out_features]. bias (dtype,
-// [out_features]) may be null.
-void turn_trellis(const void* x, Dtype dtype, const TrellisSides& sides, void* out, Dtype out_dtype, int64_t begin,
-                  int64_t end);
+// What is around a product: rows [begin, end) of x [M, in_features] as it meets the weight, out [M, padded_in],
+// float32 or bfloat16, each 16 of them in their order or in that which the kernels of few tokens read; and of inner
+// [M, padded_out], float32 or bfloat16, those of out [M, out_features]. bias (dtype, [out_features]) may be null.
+void turn_trellis(const void* x, Dtype dtype, const TrellisSides& sides, bool tile_order, void* out, Dtype out_dtype,
+                  int64_t begin, int64_t end);
 void finish_trellis(const void* inner, Dtype inner_dtype, const TrellisSides& sides, const void* bias, void* out,
                     Dtype dtype, int64_t begin, int64_t end);
 
@@ -95,6 +95,10 @@ struct TrellisToken {
     int64_t sum;
 };
 
+// Between the two, of few tokens: rows of tiles [begin, end) of inner [M, padded_out], both float32.
+void multiply_few_trellis(const float* turned, int64_t count, const TrellisTiles& tiles, float* inner,
+                          int64_t padded_in, int64_t padded_out, int64_t begin, int64_t end);
+
 // A product without decoding, of code mul1 and inputs of 14 bits: rows [begin, end) of x, panel [padded_in / 16, M,
 // 32]; then rows of tiles [begin, end), whole blocks, of out [M, out_features]. The same bits on every CPU, whatever
 // tokens are beside one.
@@ -102,6 +106,15 @@ void pack_trellis(const void* x, Dtype dtype, int64_t count, const TrellisSides&
                   TrellisToken* tokens, int64_t begin, int64_t end);
 void multiply_trellis(const int16_t* panel, const TrellisToken* tokens, int64_t count, const TrellisTiles& tiles,
                       const TrellisSides& sides, const void* bias, void* out, Dtype dtype, int64_t begin, int64_t end);
+
+// With AMX alone, of up to kMostTileTokens tokens of bfloat16: rows [begin, end) of what turn_trellis gives, put into
+// a panel of so many numbers, zeros before; then rows of tiles [begin, end) of inner [M, padded_out].
+bool has_trellis_tiles();
+int64_t trellis_tile_panel_size(int64_t tokens, int64_t padded_in);
+void pack_trellis_tiles(const uint16_t* turned, int64_t tokens, int64_t padded_in, uint16_t* panel, int64_t begin,
+                        int64_t end);
+void multiply_trellis_tiles(const uint16_t* panel, int64_t tokens, const TrellisTiles& tiles, float* inner,
+                            int64_t padded_out, int64_t begin, int64_t end);
 
 // --- 8-bit inputs, bit-identical to hf_kbit.reference; AVX-512 needs VNNI, VBMI and GFNI, or AVX2 does it ---
 

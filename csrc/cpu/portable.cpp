@@ -10,6 +10,7 @@ namespace {
 
 struct Portable {
     static constexpr int kWidth = 4;
+    static constexpr bool kFuses = false;
     struct F {
         float lane[kWidth];
     };
@@ -128,9 +129,6 @@ struct Portable {
         constexpr int kRun = kWidth / count;
         return each<I>([&](int i) { return a.lane[i % kRun * count + i / kRun]; });
     }
-    static F from_words(I a) {
-        return each<F>([&](int i) { return static_cast<float>(static_cast<int32_t>(a.lane[i])); });
-    }
     static F as_floats(I a) {
         return each<F>([&](int i) { return float_of(a.lane[i]); });
     }
@@ -152,18 +150,28 @@ struct Portable {
 
         Tile(const uint32_t* words, int bits) : words(words), bits(bits) {}
         H windows(int part) const {
-            return each_half([&](int i) {
-                const int end = (part * 2 * kWidth + i + 1) * bits, last = (end - 1) / 32;
-                const uint64_t before = words[last == 0 ? 8 * bits - 1 : last - 1];
-                return (before << 32 | words[last]) >> (32 * (last + 1) - end);
-            });
+            H found;
+            for (int i = 0; i < 2 * kWidth; i += 2) {
+                const int end = (part * 2 * kWidth + i + 2) * bits, last = (end - 1) / 32,
+                          after = 32 * (last + 1) - end;
+                const uint64_t before = words[last == 0 ? 8 * bits - 1 : last - 1], pair = before << 32 | words[last];
+                found.lane[i] = static_cast<uint16_t>(pair >> (after + bits));
+                found.lane[i + 1] = static_cast<uint16_t>(pair >> after);
+            }
+            return found;
         }
     };
 
-    static H mul1_sums(H windows) {
+    static H mul1_sums(H windows) {  // by numbers of 16 bits, which a vector has eight of
+        constexpr uint16_t kLow = code_factor(Code::mul1) & 0xFFFF, kHigh = code_factor(Code::mul1) >> 16;
+        H first, second;
+        for (int i = 0; i < 2 * kWidth; ++i) first.lane[i] = static_cast<uint16_t>(windows.lane[i] * kLow);
+        for (int i = 0; i < 2 * kWidth; ++i) {
+            const auto carried = static_cast<uint16_t>(uint32_t{windows.lane[i]} * kLow >> 16);
+            second.lane[i] = static_cast<uint16_t>(carried + static_cast<uint16_t>(windows.lane[i] * kHigh));
+        }
         return each_half([&](int i) {
-            const uint32_t x = windows.lane[i] * code_factor(Code::mul1);
-            return (x & 0xFF) + (x >> 8 & 0xFF) + (x >> 16 & 0xFF) + (x >> 24);
+            return (first.lane[i] & 0xFF) + (first.lane[i] >> 8) + (second.lane[i] & 0xFF) + (second.lane[i] >> 8);
         });
     }
     static H load_halves(const int16_t* data) {
@@ -171,20 +179,24 @@ struct Portable {
         std::memcpy(result.lane, data, sizeof result.lane);
         return result;
     }
-    static I words_of(H a, int side) {
-        return each<I>([&](int i) { return a.lane[side * kWidth + i]; });
-    }
     static I add_products(I sums, H a, H b) {
-        const auto product = [&](int i) { return a.lane[i] * static_cast<int16_t>(b.lane[i]); };
-        return each<I>([&](int i) {
-            return sums.lane[i] + static_cast<uint32_t>(product(2 * i)) + static_cast<uint32_t>(product(2 * i + 1));
-        });
-    }
-    static void as_rows(F (&values)[8]) {
-        float row[2][16];
-        for (int i = 0; i < 32; ++i) {
-            row[i / 4 % 2][i / 8 * 2 + i % 2 + i % 4 / 2 * 8] = values[i / kWidth].lane[i % kWidth];
+        int16_t first[2 * kWidth], second[2 * kWidth];
+        std::memcpy(first, a.lane, sizeof first);
+        std::memcpy(second, b.lane, sizeof second);
+        for (int i = 0; i < kWidth; ++i) {
+            sums.lane[i] += static_cast<uint32_t>(first[2 * i] * second[2 * i] + first[2 * i + 1] * second[2 * i + 1]);
         }
+        return sums;
+    }
+    static void spread(H a, uint16_t upper, I (&outputs)[2]) {
+        for (int output = 0; output < 2; ++output) {
+            outputs[output] =
+                each<I>([&](int i) { return a.lane[4 * output + i] | static_cast<uint32_t>(upper) << 16; });
+        }
+    }
+    static void natural(F (&values)[4]) {
+        float row[16];
+        for (int i = 0; i < 16; ++i) row[i / 4 * 2 + i % 2 + i % 4 / 2 * 8] = values[i / kWidth].lane[i % kWidth];
         std::memcpy(values, row, sizeof row);
     }
 

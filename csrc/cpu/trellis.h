@@ -1,15 +1,18 @@
 // Weights that have a trellis: their values, and products by them. common/trellis.h has what both rest on.
 //
 // A chunk is what 32 weights of a tile own that follow each other: all 16 inputs of two outputs, `chunk` and 8 more.
-// Four neighbours are one output's, of inputs 2 i, 2 i + 1, 2 i + 8 and 2 i + 9; the next four the other output's.
+// Of eight weights that follow each other the first four are one output's, of inputs 2 i, 2 i + 1, 2 i + 8 and 2 i +
+// 9, the others the other output's. In *tile order* inputs are as one output has them.
 //
-// V offers besides what algorithms.h says: add_words, multiply_words, from_words (numbers as float32), as_floats (bits
-// as float32), round_to_half, and of vectors H of 2 * kWidth 16-bit numbers
+// V offers besides what algorithms.h says: add_words, multiply_words, as_floats (bits as float32), round_to_half, and
+// of vectors H of 2 * kWidth 16-bit numbers
 //   Tile(words, bits).windows(part)  those of 2 * kWidth weights of a tile that follow each other
 //   mul1_sums(windows)               of each the sum of the four bytes of its product with code mul1's factor
-//   load_halves, words_of(a, side)   kWidth of its numbers as 32-bit ones
+//   load_halves
 //   add_products(sums, a, b)         to lane i the products of lanes 2 i and 2 i + 1
-//   as_rows(values)                  a chunk's values as the inputs of its first output, then those of its second
+//   spread(a, upper, outputs)        those of each output as 32-bit numbers, with the same upper half
+//   natural(values)                  16 inputs from tile order to their own
+//   kFuses                           whether fma rounds once
 #pragma once
 
 #include <memory>
@@ -24,52 +27,72 @@ namespace hf_kbit::cpu {
 constexpr int kChunk = 32, kChunks = kTrellisSteps / kChunk;
 
 template <class V>
-constexpr int kParts = kChunk / (2 * V::kWidth);  // vectors of windows of a chunk
+constexpr int kParts = kTrellisTile / V::kWidth;  // vectors of windows of a chunk, and of inputs
+
+// Asks for the tile some columns further on: next to each other in memory are tiles of a column.
+static inline void ask_for(const TrellisTiles& tiles, int64_t column, int64_t row) {
+    const auto* ahead = reinterpret_cast<const char*>(tiles.at(column + 6, row));
+    for (int byte = 0; byte < 32 * tiles.bits; byte += 64) __builtin_prefetch(ahead + byte);
+}
 
 // --- values --------------------------------------------------------------------------------------
 
-// What windows stand for, exactly. 32-bit numbers; of mul1 sums of four bytes.
+// The values of a chunk's outputs, exactly, in tile order.
 template <class V, Code code>
-static inline typename V::F trellis_values(typename V::I found) {
-    if constexpr (code == Code::mul1) {
-        const auto more = V::from_words(V::add_words(found, V::splat(1024)));
-        return V::add(V::mul(more, V::broadcast(kSumScale)), V::broadcast(kSumShift));
-    } else {
-        // Both halves are normal numbers, for their exponents are 12 to 15: the flipped bits of it are kept.
-        const auto x = V::add_words(V::multiply_words(found, V::splat(code_factor(code))), V::splat(code_added(code)));
-        const auto halves = V::bit_xor(V::bit_and(x, V::splat(kHalvesMask)), V::splat(kHalvesFlipped));
-        const auto as_float = [](typename V::I half) {
-            const auto sign = V::shift_left(V::bit_and(half, V::splat(0x8000)), 16);
-            const auto magnitude = V::shift_left(V::bit_and(half, V::splat(0x7FFF)), 13);
-            return V::as_floats(V::bit_or(sign, V::add_words(magnitude, V::splat(112u << 23))));
-        };
-        return V::add(as_float(halves), as_float(V::shift_right(halves, 16)));
+static inline __attribute__((always_inline)) void decode_chunk(const typename V::Tile& tile, int chunk,
+                                                               typename V::F (&values)[2][kParts<V>]) {
+    for (int part = 0; part < kParts<V>; ++part) {
+        const auto windows = tile.windows(chunk * kParts<V> + part);
+        typename V::I outputs[2];
+        if constexpr (code == Code::mul1) {
+            // The upper half makes a sum the last bits of a float32, of 2**23 more.
+            V::spread(V::mul1_sums(windows), 0x4B00, outputs);
+            for (int output = 0; output < 2; ++output) {
+                const auto sum = V::as_floats(outputs[output]), scale = V::broadcast(kSumScale);
+                if constexpr (V::kFuses) {
+                    values[output][part] = V::fma(sum, scale, V::broadcast(kSumZero - kSumScale * 0x1p23f));
+                } else {
+                    values[output][part] = V::fma(V::sub(sum, V::broadcast(0x1p23f)), scale, V::broadcast(kSumZero));
+                }
+            }
+        } else {
+            V::spread(windows, 0, outputs);
+            for (int output = 0; output < 2; ++output) {
+                // Both halves are normal numbers, for their exponents are 12 to 15: the flipped bits of it are kept.
+                const auto x = V::add_words(V::multiply_words(outputs[output], V::splat(code_factor(code))),
+                                            V::splat(code_added(code)));
+                const auto halves = V::bit_xor(V::bit_and(x, V::splat(kHalvesMask)), V::splat(kHalvesFlipped));
+                const auto as_float = [](typename V::I half) {
+                    const auto sign = V::shift_left(V::bit_and(half, V::splat(0x8000)), 16);
+                    const auto magnitude = V::shift_left(V::bit_and(half, V::splat(0x7FFF)), 13);
+                    return V::as_floats(V::bit_or(sign, V::add_words(magnitude, V::splat(112u << 23))));
+                };
+                values[output][part] = V::add(as_float(halves), as_float(V::shift_right(halves, 16)));
+            }
+        }
     }
 }
 
 // Rows of tiles [begin, end): out [16 * end, 16 * across], row-major.
 template <class V, Code code, Dtype dtype>
 static void decode_trellis_rows(const TrellisTiles& tiles, void* out, int64_t begin, int64_t end) {
-    constexpr int kVectors = kChunk / V::kWidth;
     const int64_t row_bytes = tiles.across * kTrellisTile * size_of(dtype);
     for (int64_t row = begin; row < end; ++row) {
         char* to = static_cast<char*>(out) + row * kTrellisTile * row_bytes;
         for (int64_t column = 0; column < tiles.across; ++column, to += kTrellisTile * size_of(dtype)) {
             const typename V::Tile tile(tiles.at(column, row), tiles.bits);
+            ask_for(tiles, column, row);
+#pragma GCC unroll 8
             for (int chunk = 0; chunk < kChunks; ++chunk) {
-                typename V::F values[kVectors];
-                for (int part = 0; part < kParts<V>; ++part) {
-                    auto found = tile.windows(chunk * kParts<V> + part);
-                    if constexpr (code == Code::mul1) found = V::mul1_sums(found);
-                    for (int side = 0; side < 2; ++side) {
-                        values[2 * part + side] = trellis_values<V, code>(V::words_of(found, side));
+                typename V::F values[2][kParts<V>];
+                decode_chunk<V, code>(tile, chunk, values);
+                for (int output = 0; output < 2; ++output) {
+                    char* own = to + (chunk + 8 * output) * row_bytes;
+                    V::natural(values[output]);
+                    for (auto value : values[output]) {
+                        V::template store_as<dtype>(own, dtype == Dtype::float16 ? value : V::round_to_half(value));
+                        own += V::kWidth * size_of(dtype);
                     }
-                }
-                V::as_rows(values);
-                for (int v = 0; v < kVectors; ++v) {
-                    const int row_of = chunk + v * V::kWidth / kTrellisTile * 8, first = v * V::kWidth % kTrellisTile;
-                    V::template store_as<dtype>(to + row_of * row_bytes + first * size_of(dtype),
-                                                dtype == Dtype::float16 ? values[v] : V::round_to_half(values[v]));
                 }
             }
         }
@@ -142,15 +165,24 @@ static void finish_trellis_row(float* numbers, int64_t first, int64_t count, flo
     });
 }
 
+// 16 numbers in tile order.
+static inline void order_for_tile(float* numbers) {
+    float ordered[kTrellisTile];
+    for (int i = 0; i < kTrellisTile; ++i) ordered[i] = numbers[i / 4 * 2 + i % 2 + i % 4 / 2 * 8];
+    std::memcpy(numbers, ordered, sizeof ordered);
+}
+
 // Rows [begin, end) of x [M, in_features], turned, in float32 or rounded to bfloat16.
 template <class V>
-static void turn_trellis_with(const void* x, Dtype dtype, const TrellisSides& sides, void* out, Dtype out_dtype,
-                              int64_t begin, int64_t end) {
+static void turn_trellis_with(const void* x, Dtype dtype, const TrellisSides& sides, bool tile_order, void* out,
+                              Dtype out_dtype, int64_t begin, int64_t end) {
     const std::unique_ptr<float[]> numbers(new float[static_cast<size_t>(sides.padded_in)]);
     with_dtype(dtype, [&](auto type) {
         for (int64_t token = begin; token < end; ++token) {
             const char* row = static_cast<const char*>(x) + token * sides.in_features * size_of(type());
             turn_trellis_row<V, type()>(row, sides, numbers.get());
+            for (int64_t i = 0; tile_order && i < sides.padded_in; i += kTrellisTile)
+                order_for_tile(numbers.get() + i);
             char* to = static_cast<char*>(out) + token * sides.padded_in * size_of(out_dtype);
             for (int64_t i = 0; i < sides.padded_in; i += V::kWidth) {
                 const auto values = V::load(numbers.get() + i);
@@ -177,21 +209,87 @@ static void finish_trellis_with(const void* inner, Dtype inner_dtype, const Trel
                                             : V::template load_as<Dtype::bfloat16>(from + 2 * i));
         }
         char* to = static_cast<char*>(out) + token * sides.out_features * size_of(dtype);
-        finish_trellis_row<V>(numbers.get(), 0, sides.padded_out, 1.0f / static_cast<float>(sides.block), sides, bias, to,
-                          dtype);
+        finish_trellis_row<V>(numbers.get(), 0, sides.padded_out, 1.0f / static_cast<float>(sides.block), sides, bias,
+                              to, dtype);
     }
 }
 
-// --- products in integers ------------------------------------------------------------------------
+// --- products of few tokens ----------------------------------------------------------------------
+
+// Tiles are read in the order of memory, those of a band of rows for a column, whose sums stay in L1: kBandSums
+// vectors.
+constexpr int kBandSums = 256;
+
+// Calls f(std::integral_constant<int, tokens>, first) for four tokens at a time, then for two and for one.
+template <class F>
+static inline void with_few_tokens(int64_t count, F f) {
+    int64_t token = 0;
+    for (; token + 4 <= count; token += 4) f(std::integral_constant<int, 4>{}, token);
+    for (; token + 2 <= count; token += 2) f(std::integral_constant<int, 2>{}, token);
+    for (; token < count; ++token) f(std::integral_constant<int, 1>{}, token);
+}
+
+// inner [M, padded_out] of turned [M, padded_in] in tile order, both float32, by exact values: rows of tiles [begin,
+// end).
+template <class V, Code code, int kTokens>
+static void multiply_trellis_floats(const float* turned, const TrellisTiles& tiles, float* inner, int64_t padded_in,
+                                    int64_t padded_out, int64_t begin, int64_t end) {
+    using F = typename V::F;
+    constexpr int kRows = kBandSums / (kTrellisTile * kTokens);
+    for (int64_t first = begin; first < end; first += kRows) {
+        const int rows = static_cast<int>(end - first < kRows ? end - first : kRows);
+        alignas(64) F sums[kBandSums];
+        for (auto& sum : sums) sum = V::zero();
+        for (int64_t column = 0; column < tiles.across; ++column) {
+            const float* inputs = turned + column * kTrellisTile;
+            F* own = sums;
+            for (int row = 0; row < rows; ++row) {
+                const typename V::Tile tile(tiles.at(column, first + row), tiles.bits);
+                ask_for(tiles, column, first + row);
+#pragma GCC unroll 8
+                for (int chunk = 0; chunk < kChunks; ++chunk) {
+                    F values[2][kParts<V>];
+                    decode_chunk<V, code>(tile, chunk, values);
+                    for (int output = 0; output < 2; ++output, own += kTokens) {
+                        for (int part = 0; part < kParts<V>; ++part) {
+                            const auto value = V::round_to_half(values[output][part]);
+                            for (int t = 0; t < kTokens; ++t) {
+                                const auto x = V::load(inputs + t * padded_in + part * V::kWidth);
+                                own[t] = V::fma(value, x, own[t]);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+        for (int i = 0; i < rows * kTrellisTile * kTokens; ++i) {
+            const int place = i / kTokens % kTrellisTile, output = place / 2 + place % 2 * 8;
+            const int64_t row = (first + i / kTokens / kTrellisTile) * kTrellisTile + output;
+            inner[i % kTokens * padded_out + row] = V::sum(sums[i]);
+        }
+    }
+}
+
+template <class V>
+static void multiply_few_with(const float* turned, int64_t count, const TrellisTiles& tiles, float* inner,
+                              int64_t padded_in, int64_t padded_out, int64_t begin, int64_t end) {
+    with_few_tokens(count, [&](auto tokens, int64_t first) {
+        const auto run = tiles.code == Code::mul1  ? multiply_trellis_floats<V, Code::mul1, tokens()>
+                         : tiles.code == Code::mcg ? multiply_trellis_floats<V, Code::mcg, tokens()>
+                                                   : multiply_trellis_floats<V, Code::three_inst, tokens()>;
+        run(turned + first * padded_in, tiles, inner + first * padded_out, padded_in, padded_out, begin, end);
+    });
+}
+
+// --- products of few tokens in whole numbers -----------------------------------------------------
 
 // Inputs are rounded to 14 bits of a token's largest, and a weight of mul1 is the sum of four bytes, which its float16
 // value is the nearest one of a multiple of: so a product is a sum of whole numbers, the same in any order, of which
 // nothing is lost. Lanes of 32 bits are added to totals of 64 before they could overflow.
 constexpr int kMostInput = 8191;
-constexpr int64_t kSumUnits = 1774, kShiftUnits = -905216;  // value * 2**18 = kSumUnits * sum + kShiftUnits
-constexpr float kUnit = 0x1p-18f;
+constexpr auto kScaleUnits = static_cast<int64_t>(kSumScale / kSumUnit),
+               kZeroUnits = static_cast<int64_t>(kSumZero / kSumUnit);
 constexpr int64_t kFlushedTiles = (int64_t{1} << 31) / (int64_t{kMostSum} * kMostInput * 2);  // of one part
-constexpr int kBandSums = 256;  // vectors of sums that stay in L1
 
 // Rows [begin, end) of x, turned and rounded, in the order of a chunk's windows, of which both outputs have the same
 // inputs: panel [padded_in / 16, M, 32].
@@ -200,6 +298,7 @@ static void pack_trellis_with(const void* x, Dtype dtype, int64_t count, const T
                               TrellisToken* tokens, int64_t begin, int64_t end) {
     constexpr float kFewest = 0x1p-100f;
     const std::unique_ptr<float[]> numbers(new float[static_cast<size_t>(sides.padded_in)]);
+    const std::unique_ptr<int16_t[]> rounded(new int16_t[static_cast<size_t>(sides.padded_in)]);
     with_dtype(dtype, [&](auto type) {
         for (int64_t token = begin; token < end; ++token) {
             const char* row = static_cast<const char*>(x) + token * sides.in_features * size_of(type());
@@ -212,19 +311,19 @@ static void pack_trellis_with(const void* x, Dtype dtype, int64_t count, const T
             const float largest = float_of(largest_bits);
             const bool usual = largest_bits >= bits_of(kFewest) && largest_bits < 0x7F800000;
             const float inverse = usual ? kMostInput / largest : 0;
-            int64_t sum = 0;
-            for (int64_t tile = 0; tile < sides.padded_in / kTrellisTile; ++tile) {
-                int16_t rounded[kTrellisTile] = {};
-                for (int i = 0; usual && i < kTrellisTile; ++i) {
-                    const float scaled = numbers[tile * kTrellisTile + i] * inverse;
-                    rounded[i] = static_cast<int16_t>(bits_of(scaled + kToInteger) & 0xFFFF);
-                    sum += rounded[i];
-                }
+            int32_t sum = 0;
+            for (int64_t i = 0; i < sides.padded_in; ++i) {
+                const uint32_t found = bits_of(numbers[i] * inverse + kToInteger);
+                rounded[i] = usual ? static_cast<int16_t>(found & 0xFFFF) : int16_t{0};
+                sum += rounded[i];
+            }
+            const int16_t* from = rounded.get();
+            for (int64_t tile = 0; tile < sides.padded_in / kTrellisTile; ++tile, from += kTrellisTile) {
                 int16_t* to = panel + (tile * count + token) * kChunk;
                 for (int i = 0; i < 8; i += 2, to += 8) {
                     for (int output = 0; output < 2; ++output) {
-                        std::memcpy(to + 4 * output, rounded + i, 4);
-                        std::memcpy(to + 4 * output + 2, rounded + i + 8, 4);
+                        std::memcpy(to + 4 * output, from + i, 4);
+                        std::memcpy(to + 4 * output + 2, from + i + 8, 4);
                     }
                 }
             }
@@ -254,6 +353,7 @@ static void add_trellis_band(const int16_t* panel, int64_t count, const TrellisT
             I* own = sums;
             for (int row = 0; row < rows; ++row) {
                 const typename V::Tile tile(tiles.at(column, first + row), tiles.bits);
+                ask_for(tiles, column, first + row);
 #pragma GCC unroll 8
                 for (int chunk = 0; chunk < kChunks; ++chunk, own += kTokens) {
                     typename V::H weights[kParts<V>];
@@ -292,10 +392,10 @@ static void multiply_trellis_tokens(const int16_t* panel, const TrellisToken* to
         for (int t = 0; t < kTokens; ++t) {
             alignas(64) float numbers[kRows * kTrellisTile];
             for (int i = 0; i < rows * kTrellisTile; ++i) {
-                const int64_t total = kSumUnits * totals[i * kTokens + t] + kShiftUnits * tokens[token + t].sum;
+                const int64_t total = kScaleUnits * totals[i * kTokens + t] + kZeroUnits * tokens[token + t].sum;
                 numbers[i] = static_cast<float>(total);
             }
-            const float scale = tokens[token + t].scale * (kUnit / static_cast<float>(sides.block));
+            const float scale = tokens[token + t].scale * (kSumUnit / static_cast<float>(sides.block));
             char* to = static_cast<char*>(out) + (token + t) * sides.out_features * size_of(dtype);
             finish_trellis_row<V>(numbers, row * kTrellisTile, rows * kTrellisTile, scale, sides, bias, to, dtype);
         }
@@ -306,20 +406,15 @@ template <class V>
 static void multiply_trellis_with(const int16_t* panel, const TrellisToken* tokens, int64_t count,
                                   const TrellisTiles& tiles, const TrellisSides& sides, const void* bias, void* out,
                                   Dtype dtype, int64_t begin, int64_t end) {
-    for (int64_t token = 0; token < count;) {
-        const int64_t left = count - token;
-        const auto multiply = left >= 4   ? multiply_trellis_tokens<V, 4>
-                              : left >= 2 ? multiply_trellis_tokens<V, 2>
-                                          : multiply_trellis_tokens<V, 1>;
-        multiply(panel, tokens, count, token, tiles, sides, bias, out, dtype, begin, end);
-        token += left >= 4 ? 4 : left >= 2 ? 2 : 1;
-    }
+    with_few_tokens(count, [&](auto number, int64_t token) {
+        multiply_trellis_tokens<V, number()>(panel, tokens, count, token, tiles, sides, bias, out, dtype, begin, end);
+    });
 }
 
 template <class V>
 static constexpr TrellisImplementation trellis_implementation_with() {
-    return {decode_trellis_with<V>, turn_trellis_with<V>, finish_trellis_with<V>, pack_trellis_with<V>,
-            multiply_trellis_with<V>};
+    return {decode_trellis_with<V>, turn_trellis_with<V>, finish_trellis_with<V>,
+            multiply_few_with<V>,   pack_trellis_with<V>, multiply_trellis_with<V>};
 }
 
 }  // namespace hf_kbit::cpu

@@ -12,9 +12,6 @@ namespace hf_kbit::backend {
 
 namespace {
 
-// Weights decoded at a time for more tokens: 16 MB of float32, small beside the model and large enough for a matmul.
-constexpr int64_t kSlice = 1 << 22;
-
 // Up to so many tokens the fused kernel is faster than decoding a slice and having torch multiply. (2 threads each of
 // an EPYC Milan, 2026-11-21, and of a Xeon with AMX, 2026-11-23.)
 int64_t fused_tokens(Dtype dtype) {

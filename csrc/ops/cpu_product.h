@@ -21,6 +21,9 @@ namespace hf_kbit::backend {
 constexpr int64_t kGrain = 1 << 15;
 inline int64_t row_grain(int64_t in_features) { return std::max<int64_t>(1, kGrain / in_features); }
 
+// Weights decoded at a time for more tokens: 16 MB of float32, small beside the model and large enough for a matmul.
+constexpr int64_t kSlice = 1 << 22;
+
 // Whether matrix products of bfloat16 are faster here than those of float32.
 inline bool has_bfloat16_arithmetic() {
 #if defined(__x86_64__)

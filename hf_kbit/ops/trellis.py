@@ -128,16 +128,12 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 
 # --- a matrix -------------------------------------------------------------------------------------
 
-LIBRARY.define(f"gemm_trellis_cpu(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor")  # which the library has
-
 
 @_op(
     f"gemm_trellis(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
-    if x.is_cpu and x.dtype != torch.float64 and native.library("cpu").loaded:
-        return OPS.gemm_trellis_cpu(x, bias, words, suh, svh, shape, code, block)
     matrix = _inner(words, code, x.dtype).mT
     y = _multiplied(x, suh, partial(torch.matmul, other=matrix), svh, block, shape[0])
     return (y if bias is None else y + bias).to(x.dtype)
@@ -185,7 +181,7 @@ register("gemm_trellis_gradient", _gradient_setup_context, _gradient_backward)
 
 
 def _of_experts(x, first, words, second, offsets, code: str, block: int, size: int, forward: bool):
-    """``[R, size]`` in float32, for the rows ``[R, k]`` of each expert; zeros for those of none. Several matrices of
+    """``[R, size]``, in float32 on a GPU, for the rows ``[R, k]`` of each expert; zeros for those of none. Several matrices of
     an expert lie one below the other: forward their results, and backward what goes into them are side by side."""
     stacked = first.dim() == 3
     first, second = (each if stacked else each[:, None] for each in (first, second))
@@ -209,11 +205,13 @@ def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: 
     parts, numbers = [], offsets.tolist()
     for expert, (start, stop) in enumerate(pairwise(numbers)):
         if stop > start:
-            matrix = _inner(words[expert], code, x.dtype)
-            matrix = matrix.mT if forward else matrix
-            how = first[expert], partial(torch.matmul, other=matrix), second[expert], block, size
-            parts.append(_multiplied(x[start:stop], *how))
-    return torch.cat([*parts, x.new_zeros((len(x) - numbers[-1], size), dtype=wide(x))])
+            own, sides = x[start:stop], (first[expert], second[expert])
+            if forward:
+                parts.append(OPS.gemm_trellis(own, None, words[expert], *sides, [size, x.shape[1]], code, block))
+            else:
+                how = words[expert], *reversed(sides), [x.shape[1], size], code, block
+                parts.append(OPS.gemm_trellis_gradient(own, *how))
+    return torch.cat([*parts, x.new_zeros(len(x) - numbers[-1], size)])
 
 
 @_op(

@@ -7,7 +7,9 @@ import torch
 from torch.nn import functional as F
 
 import hf_kbit
-from hf_kbit.format.trellis import CODES, TrellisDecoding, decode
+from hf_kbit.format.transforms import butterflies
+from hf_kbit.format.trellis import CODES, INPUT, OUTPUT, TILE, TrellisDecoding, decode, sums, windows
+from hf_kbit.ops import native
 from hf_kbit.ops import trellis as ops
 from hf_kbit.weight.tensor import KbitTensor, Packed
 
@@ -56,6 +58,93 @@ def test_product_and_gradients(name, dtype, device):
     assert near(y, x.double() @ dense.T + bias.double(), dtype)
     assert near(x.grad, grad.double() @ dense, dtype)
     assert near(bias.grad, grad.double().sum((0, 1)), dtype)
+
+
+# --- kernels of CPUs ------------------------------------------------------------------------------
+
+# Around those at which some way, of some instruction set, ends.
+TOKENS = 1, 2, 3, 4, 5, 7, 16, 17, 32, 33, 256, 257
+needs_library = pytest.mark.skipif(not native.library("cpu").loaded, reason="no compiled library for CPUs")
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
+def test_any_number_of_tokens_on_a_cpu(code, dtype):
+    packed, generator = weight(TrellisDecoding(3, code, block=64), 200, 1090), torch.Generator().manual_seed(1)
+    dense = packed.dequantize(torch.float64)
+    x, bias = (torch.randn(size, generator=generator).to(dtype) for size in ((max(TOKENS), 1090), (200,)))
+    exact = x.double() @ dense.T + bias.double()
+    for tokens in TOKENS:
+        y = F.linear(x[:tokens], packed, bias)
+        assert near(y, exact[:tokens], dtype), tokens
+        assert max(near(row, its, dtype) for row, its in zip(y, exact, strict=False)), "a row beside others"
+
+
+def in_whole_numbers(x: torch.Tensor, packed: KbitTensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """What CPUs compute for few tokens of 16 bits, to the last bit (docs/internals.md)."""
+    block, (rows, width) = packed.decoding.block, packed.matrix
+
+    def rotated(numbers: torch.Tensor) -> torch.Tensor:
+        return butterflies(numbers.reshape(-1, block).T.contiguous()).T.reshape(numbers.shape)
+
+    padding = len(packed.suh) - width
+    turned = rotated(F.pad(x.float() * packed.suh[:width].float(), (0, padding)))
+    largest = turned.abs().amax(1, keepdim=True)
+    inputs = (turned * (torch.tensor(8191.0) / largest)).round().to(torch.int64)
+    own = windows(packed.words.transpose(-3, -2).contiguous())
+    whole = torch.empty((len(packed.svh), len(packed.suh)), dtype=torch.int64)
+    tiles = whole.view(len(own[0]), TILE, len(own), TILE).permute(2, 0, 1, 3)
+    tiles[..., OUTPUT, INPUT] = sums(own)
+    totals = 1774 * (inputs @ whole.T) - 905216 * inputs.sum(1, keepdim=True)
+    scale = largest * torch.tensor(1 / 8191) * (2.0**-18 / block)
+    y = (rotated(totals.float()) * scale * packed.svh.float())[:, :rows]
+    return (y if bias is None else y + bias.float()).to(x.dtype)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_few_tokens_give_the_same_bits_on_every_cpu(bits, dtype):
+    """Also where sums of 32 bits would overflow, and wherever the tiles lie in memory."""
+    block = (32, 64, 128)[bits % 3]
+    packed = weight(TrellisDecoding(bits, block=block), 5 * block + 2, 4600)
+    x, bias = torch.randn(4, 4600).to(dtype), torch.randn(5 * block + 2).to(dtype)
+    x[1] = 0
+    x[2] = 0  # but for what makes all inputs the largest
+    x[2, ::block] = 1 / packed.suh[:4600:block].to(dtype)
+    for its in (None, bias):
+        exact = in_whole_numbers(x, packed, its)
+        exact[1] = 0 if its is None else its
+        assert torch.equal(F.linear(x, packed, its), exact)
+    for tokens in (1, 2, 3):
+        assert torch.equal(F.linear(x[:tokens], packed), in_whole_numbers(x, packed, None)[:tokens].nan_to_num(0))
+    around = torch.zeros(packed.words.numel() + 3, dtype=torch.int16)
+    for start, words in ((0, packed.words), (1, packed.words), (2, packed.words.transpose(0, 1))):
+        moved = around[start : start + words.numel()].view(words.shape).copy_(words)
+        moved = moved if moved.shape == packed.words.shape else moved.transpose(0, 1)
+        assert torch.equal(F.linear(x, packed.like(words=moved), bias), F.linear(x, packed, bias))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_what_few_tokens_lose(dtype):
+    """Beside what rounding the result to 16 bits does, next to nothing."""
+    packed = weight(TrellisDecoding(4), 512, 2048)
+    x = torch.randn(4, 2048).to(dtype)
+    exact = x.double() @ packed.dequantize(torch.float64).T
+    found, rounded = F.linear(x, packed).double(), exact.to(dtype).double()
+    least = (rounded - exact).norm() / exact.norm()
+    assert (found - exact).norm() / exact.norm() < (least**2 + 4e-4**2) ** 0.5
+
+
+@needs_library
+def test_inputs_that_are_no_numbers_stay_so_alone():
+    packed, x = weight(TrellisDecoding(3), 128, 256), torch.randn(3, 256).bfloat16()
+    expected = F.linear(x, packed)
+    x[1, 5] = torch.inf
+    y = F.linear(x, packed)
+    assert not y[1].isfinite().any() and torch.equal(y[::2], expected[::2])
 
 
 @pytest.mark.parametrize("name", SETTINGS)
