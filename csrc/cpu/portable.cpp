@@ -162,16 +162,11 @@ struct Portable {
         }
     };
 
-    static H mul1_sums(H windows) {  // by numbers of 16 bits, which a vector has eight of
-        constexpr uint16_t kLow = code_factor(Code::mul1) & 0xFFFF, kHigh = code_factor(Code::mul1) >> 16;
-        H first, second;
-        for (int i = 0; i < 2 * kWidth; ++i) first.lane[i] = static_cast<uint16_t>(windows.lane[i] * kLow);
-        for (int i = 0; i < 2 * kWidth; ++i) {
-            const auto carried = static_cast<uint16_t>(uint32_t{windows.lane[i]} * kLow >> 16);
-            second.lane[i] = static_cast<uint16_t>(carried + static_cast<uint16_t>(windows.lane[i] * kHigh));
-        }
+    static H mul1_sums(H windows) {
         return each_half([&](int i) {
-            return (first.lane[i] & 0xFF) + (first.lane[i] >> 8) + (second.lane[i] & 0xFF) + (second.lane[i] >> 8);
+            const uint32_t x = windows.lane[i] * code_factor(Code::mul1);
+            const uint32_t pairs = (x & 0xFF00FF) + (x >> 8 & 0xFF00FF);
+            return pairs + (pairs >> 16);
         });
     }
     static H load_halves(const int16_t* data) {
@@ -180,13 +175,10 @@ struct Portable {
         return result;
     }
     static I add_products(I sums, H a, H b) {
-        int16_t first[2 * kWidth], second[2 * kWidth];
-        std::memcpy(first, a.lane, sizeof first);
-        std::memcpy(second, b.lane, sizeof second);
-        for (int i = 0; i < kWidth; ++i) {
-            sums.lane[i] += static_cast<uint32_t>(first[2 * i] * second[2 * i] + first[2 * i + 1] * second[2 * i + 1]);
-        }
-        return sums;
+        const auto product = [&](int i) { return a.lane[i] * static_cast<int16_t>(b.lane[i]); };
+        return each<I>([&](int i) {
+            return sums.lane[i] + static_cast<uint32_t>(product(2 * i)) + static_cast<uint32_t>(product(2 * i + 1));
+        });
     }
     static void spread(H a, uint16_t upper, I (&outputs)[2]) {
         for (int output = 0; output < 2; ++output) {
