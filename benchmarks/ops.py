@@ -5,8 +5,8 @@
 CUDA: replays of a CUDA graph that walks through inputs and outputs of more than 256 MB, so that nothing is in L2. A
 line's ceiling is the time of a kernel that only reads (quantize), only writes (dequantize, embed) or copies (repack)
 as many bytes as the op reads and writes together. CPU: medians of calls that take turns; the ceiling is a copy. Beside
-gemm and gemm_int8, on a CPU, stands ``F.linear``, beside embed ``F.embedding``, of a weight or table in the dtype of
-the result.
+gemm, gemm_int8 and gemm_trellis, on a CPU, stands ``F.linear``, beside embed ``F.embedding``, of a weight or table in
+the dtype of the result.
 """
 
 import argparse
@@ -169,21 +169,30 @@ def on_cpu(shapes, report: Report) -> None:
                 x = torch.randn(tokens, k).to(dtype)
                 dense = cycle([source.to(dtype).clone() for _ in range(2)])
                 rotating = {bits: cycle([[t.clone() for t in packed[bits]] for _ in range(4)]) for bits in BITS}
+                trellises = {bits: cycle([trellis_of(n, k, bits) for _ in range(4)]) for bits in BITS}
                 calls = {"torch": lambda: F.linear(x, next(dense))}
                 for bits in BITS:
                     weight = partial(lambda bits: (*next(rotating[bits]), codebooks[bits], None, n), bits)
                     inverses = OPS.int8_inverses(*packed[bits], codebooks[bits], [n, k])
                     calls["gemm", bits] = lambda w=weight: OPS.gemm(x, *w())
                     calls["gemm_int8", bits] = lambda w=weight, i=inverses: OPS.gemm_int8(x, *w(), columns, i)
+                    calls["gemm_trellis", bits] = lambda t=trellises[bits]: OPS.gemm_trellis(x, None, *next(t))
                 ms = medians_ms(calls, 5 if tokens > 32 else 15)
                 for op, bits in list(calls)[1:]:
                     what = {"op": op, "shape": shape, "bits": bits, "dtype": name_of(dtype), "tokens": tokens}
-                    size = sum(tensor.nbytes for tensor in packed[bits]) + x.nbytes + tokens * n * x.itemsize
+                    read = packed[bits] if op != "gemm_trellis" else next(trellises[bits])[:3]
+                    size = sum(tensor.nbytes for tensor in read) + x.nbytes + tokens * n * x.itemsize
                     floor = copy_ms * size / (2 * source.nbytes)
                     own = ms[op, bits]
                     speed = {"us": own * 1e3, "GBps": size / own / 1e6}
                     speed |= {"ceiling": "copy", "ceiling_us": floor * 1e3, "fraction": floor / own}
                     report.line(**what, **speed, torch_us=ms["torch"] * 1e3, over_torch=own / ms["torch"])
+
+
+def trellis_of(n: int, k: int, bits: int) -> tuple:
+    """Operands of ``gemm_trellis`` as files have their tiles; n and k are multiples of 128."""
+    tiles = torch.randint(-(2**15), 2**15, (k // 16, n // 16, 16 * bits), dtype=torch.int16)
+    return tiles.transpose(0, 1), torch.ones(k).half(), torch.ones(n).half(), [n, k], "mul1", 128
 
 
 def look_ups_on_cpu(k: int, report: Report, copy_ms_of_a_byte: float) -> None:

@@ -181,8 +181,8 @@ register("gemm_trellis_gradient", _gradient_setup_context, _gradient_backward)
 
 
 def _of_experts(x, first, words, second, offsets, code: str, block: int, size: int, forward: bool):
-    """``[R, size]``, in float32 on a GPU, for the rows ``[R, k]`` of each expert; zeros for those of none. Several matrices of
-    an expert lie one below the other: forward their results, and backward what goes into them are side by side."""
+    """``[R, size]`` for the rows ``[R, k]`` of each expert; zeros for those of none. Several matrices of an expert lie
+    one below the other: forward their results, and backward what goes into them are side by side."""
     stacked = first.dim() == 3
     first, second = (each if stacked else each[:, None] for each in (first, second))
     words = words if words.dim() == 5 else words[:, None]
