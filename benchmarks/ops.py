@@ -21,6 +21,7 @@ from timing import Report, copies, graph_us, name_of, read_kernel
 
 import hf_kbit
 from hf_kbit.format.spec import BITS
+from hf_kbit.format.trellis import TrellisDecoding, block_of
 
 OPS = torch.ops.hf_kbit
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
@@ -190,9 +191,11 @@ def on_cpu(shapes, report: Report) -> None:
 
 
 def trellis_of(n: int, k: int, bits: int) -> tuple:
-    """Operands of ``gemm_trellis`` as files have their tiles; n and k are multiples of 128."""
-    tiles = torch.randint(-(2**15), 2**15, (k // 16, n // 16, 16 * bits), dtype=torch.int16)
-    return tiles.transpose(0, 1), torch.ones(k).half(), torch.ones(n).half(), [n, k], "mul1", 128
+    """Operands of ``gemm_trellis``, with random tiles as files have them."""
+    decoding = TrellisDecoding(bits, block=block_of(n, k))
+    (_, tiles), (_, inputs), (_, outputs) = decoding.layout((n, k)).values()
+    words = torch.randint(-(2**15), 2**15, tiles, dtype=torch.int16).transpose(0, 1)
+    return words, torch.ones(inputs).half(), torch.ones(outputs).half(), [n, k], decoding.code, decoding.block
 
 
 def look_ups_on_cpu(k: int, report: Report, copy_ms_of_a_byte: float) -> None:

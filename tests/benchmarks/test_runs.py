@@ -158,7 +158,7 @@ def test_ops(benched, monkeypatch):
     module = benched("ops")
     monkeypatch.setitem(module.LOOK_UPS, "cpu", (8, 64))
     lines = module.run_main("--device", "cpu", "--shapes", "16x64")
-    ops = {"quantize", "quantize searched", "dequantize planes", "embed planes", "gemm", "gemm_int8"}
+    ops = {"quantize", "quantize searched", "dequantize planes", "embed planes", "gemm", "gemm_int8", "gemm_trellis"}
     assert {line["op"] for line in lines} == ops
     assert {line["bits"] for line in lines} == {2, 3, 4, 5} and all(line["us"] > 0 for line in lines)
 
