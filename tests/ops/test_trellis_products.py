@@ -81,6 +81,13 @@ def test_any_number_of_tokens_on_a_cpu(code, dtype):
         assert max(near(row, its, dtype) for row, its in zip(y, exact, strict=False)), "a row beside others"
 
 
+@needs_library
+def test_a_weight_of_several_slices():
+    packed, x = weight(TrellisDecoding(2), 2304, 2048), torch.randn(33, 2048)
+    exact = x.double() @ packed.dequantize(torch.float64).T
+    assert near(F.linear(x, packed), exact, torch.float32)
+
+
 def in_whole_numbers(x: torch.Tensor, packed: KbitTensor, bias: torch.Tensor | None) -> torch.Tensor:
     """What CPUs compute for few tokens of 16 bits, to the last bit (docs/internals.md)."""
     block, (rows, width) = packed.decoding.block, packed.matrix
