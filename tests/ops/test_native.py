@@ -169,7 +169,7 @@ def test_other_kernels(wanted):
     env = os.environ | {"HF_KBIT_CPU": wanted}
     if subprocess.run([sys.executable, "-c", "import hf_kbit.ops"], env=env, capture_output=True).returncode:
         pytest.skip(f"this machine has no {wanted}")
-    tests = [f"tests/ops/test_{name}.py" for name in ("contract", "batch_invariance")]
+    tests = [f"tests/ops/test_{name}.py" for name in ("contract", "batch_invariance", "trellis_products")]
     command = [sys.executable, "-m", "pytest", *tests, "-k", "cpu", "-q", "-p", "no:cacheprovider"]
     ran = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert ran.returncode == 0, ran.stdout[-5000:]
