@@ -7,7 +7,7 @@
 #include <array>
 
 #include "cpu/algorithms.h"
-#include "cpu/trellis.h"
+#include "cpu/trellis_product.h"
 
 namespace hf_kbit::cpu {
 

@@ -2,6 +2,7 @@
 #if defined(HF_KBIT_AVX512_TRELLIS)
 
 #include "cpu/avx512_trellis.h"
+#include "cpu/trellis_product.h"
 
 namespace hf_kbit::cpu {
 

@@ -35,9 +35,6 @@
 
 namespace hf_kbit::cpu {
 
-// Added to a number it rounds it to an integer, ties to even, whose low 16 bits are those of the sum.
-constexpr float kToInteger = 0x1.8p23f;
-
 // The levels that float16 has of a codebook, as of 2**14 to 2**15; returns what 16 times an inverse of 1 stands for.
 static inline float int8_levels(const float* codebook, int bits, float* levels) {
     float largest = 0;

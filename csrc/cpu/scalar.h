@@ -24,6 +24,9 @@ static inline float float_of(uint32_t bits) {
     return value;
 }
 
+// Added to a number it rounds it to an integer, ties to even, whose low 16 bits are those of the sum.
+constexpr float kToInteger = 0x1.8p23f;
+
 // --- 16-bit floats ---
 
 static inline float float_of_float16(uint16_t half) {

@@ -195,6 +195,7 @@ Tensor gemm_trellis(const Tensor& x, const std::optional<Tensor>& bias, const Te
     if (words.dim() != 3 || words.size(2) % 16 != 0 || words.size(2) < 16 || words.size(2) > 16 * kMostTrellisBits) {
         refuse("words", "shape " + to_string(shape_of(words)), "[out_features / 16, in_features / 16, 16 * bits]");
     }
+    if (block != 32 && block != 64 && block != 128) refuse("block", std::to_string(block), "32, 64 or 128");
     const int64_t across = words.size(1), down = words.size(0);
     const auto check_side = [&](std::string_view name, const Tensor& scales, int64_t tiles, int64_t features) {
         check_dtype(name, scales, {ScalarType::Half});
