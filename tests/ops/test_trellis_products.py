@@ -154,6 +154,33 @@ def test_inputs_that_are_no_numbers_stay_so_alone():
     assert not y[1].isfinite().any() and torch.equal(y[::2], expected[::2])
 
 
+@needs_library
+@pytest.mark.parametrize(
+    "place, value, message",
+    [
+        (0, torch.ones(2, 73), r"x: found shape \[2, 73\], expected \[\*, 72\]"),
+        (1, torch.ones(99), r"bias: found shape \[99\], expected \[100\]"),
+        (1, torch.ones(100).half(), "bias: found dtype float16, expected float32"),
+        (2, torch.ones(8, 8, 33, dtype=torch.int16), r"words: found shape \[8, 8, 33\], expected"),
+        (2, torch.ones(8, 8, 32), "words: found dtype float32, expected int16"),
+        (3, torch.ones(127).half(), r"suh: found shape \[127\], expected \[128\], a multiple of 64 and at least 72"),
+        (4, torch.ones(128), "svh: found dtype float32, expected float16"),
+        (5, [129, 72], r"svh: found shape \[128\], expected \[128\], .* at least 129"),
+        (6, "mul2", "code: found mul2, expected 3inst, mcg or mul1"),
+        (7, 0, "block: found 0, expected 32, 64 or 128"),
+        (7, 128, None),
+    ],
+)
+def test_what_no_kernel_may_read_is_refused(place, value, message):
+    arguments = [torch.ones(2, 72), torch.ones(100), *operands(weight(*SETTINGS["padded"]))]
+    arguments[place] = value
+    if message is None:
+        assert OPS.gemm_trellis(*arguments).shape == (2, 100)
+    else:
+        with pytest.raises(ValueError, match=message):
+            OPS.gemm_trellis(*arguments)
+
+
 @pytest.mark.parametrize("name", SETTINGS)
 def test_dequantizing_is_what_the_format_says(name):
     decoding, rows, width = SETTINGS[name]
