@@ -11,30 +11,15 @@
 // whose part of the panel is read once for so many rows; 32 x 32 sums at a time, which are 4 of the 8 registers.
 #if defined(HF_KBIT_AMX)
 
-#include "cpu/amx.h"
+#include "cpu/amx_bfloat16.h"
 #include "cpu/avx512.h"
 
 namespace hf_kbit::cpu {
 
 namespace {
 
-constexpr int kTile = 2 * kEdge * kEdge;         // bfloat16 numbers of a tile
-constexpr int kGroupTiles = kGroupVectors / 2;   // of 16 rows, or of 16 tokens
-constexpr int kGroupSize = kGroupTiles * kTile;  // their numbers
-constexpr int64_t kFewestTokens = 5;             // fewer are faster without tiles (a Xeon, 2 threads, 2026-11-23)
-
-// What two tiles of rows add with the first tile of tokens, and with the other.
-struct Bfloat16Tiles {
-    static constexpr int kGroupTiles = cpu::kGroupTiles;
-    static void first() {
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-    }
-    static void second() {
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-};
+static_assert(kGroupTiles == kGroupVectors / 2);
+constexpr int64_t kFewestTokens = 5;  // fewer are faster without tiles (a Xeon, 2 threads, 2026-11-23)
 
 bool uses_tiles(Dtype dtype, int64_t tokens, bool batch_invariant) {
     return dtype == Dtype::bfloat16 && kFewestTokens <= tokens && tokens <= kMostTileTokens && !batch_invariant;

@@ -3,28 +3,14 @@
 // A row of a tile register has 32 inputs of an output: those of two tiles of the trellis, each in tile order.
 #if defined(HF_KBIT_AMX_TRELLIS)
 
-#include "cpu/amx.h"
+#include "cpu/amx_bfloat16.h"
 #include "cpu/avx512_trellis.h"
 
 namespace hf_kbit::cpu {
 
 namespace {
 
-constexpr int kTile = 2 * kEdge * kEdge;  // bfloat16 numbers of a tile register
-constexpr int kGroupTiles = 16, kGroupSize = kGroupTiles * kTile;
 constexpr int64_t kGroupColumns = 2 * kGroupTiles;  // of tiles of the trellis
-
-struct TrellisProduct {
-    static constexpr int kGroupTiles = cpu::kGroupTiles;
-    static void first() {
-        _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 5, 6);
-    }
-    static void second() {
-        _tile_dpbf16ps(2, 4, 7);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-};
 
 // A tile of the trellis as half of each row of a tile register, rounded once: not to float16 before.
 template <Code code>
@@ -66,7 +52,7 @@ void multiply_rows(const uint16_t* panel, int64_t tokens, const TrellisTiles& ti
             const uint16_t* x = panel + first / kGroupColumns * token_tiles * kGroupSize;
             for (int t = 0; t < token_tiles; t += 2) {
                 const auto multiply =
-                    t + 2 <= token_tiles ? multiply_group<TrellisProduct, 2> : multiply_group<TrellisProduct, 1>;
+                    t + 2 <= token_tiles ? multiply_group<Bfloat16Tiles, 2> : multiply_group<Bfloat16Tiles, 1>;
                 for (int r = 0; r < rows; r += 2) {
                     multiply(weights + r * kGroupSize, x + t * kGroupSize, totals + r * kRowStep + t * kEdge * kEdge);
                 }
