@@ -42,8 +42,7 @@ void multiply_rows(const uint16_t* panel, int64_t tokens, const TrellisTiles& ti
             const int64_t columns = tiles.across - first < kGroupColumns ? tiles.across - first : kGroupColumns;
             for (int64_t column = 0; column < columns; ++column) {
                 for (int r = 0; r < rows; ++r) {
-                    const auto* ahead = reinterpret_cast<const char*>(tiles.at(first + column + 4, row + r));
-                    _mm_prefetch(ahead, _MM_HINT_T0), _mm_prefetch(ahead + 64, _MM_HINT_T0);
+                    ask_for(tiles, first + column, row + r);
                     uint16_t* to = weights + r * kGroupSize + column / 2 * kTile + column % 2 * kEdge;
                     decode_tile<code>(tiles.at(first + column, row + r), tiles.bits, to);
                 }

@@ -89,15 +89,15 @@ void turn_trellis(const void* x, Dtype dtype, const TrellisSides& sides, bool ti
 void finish_trellis(const void* inner, Dtype inner_dtype, const TrellisSides& sides, const void* bias, void* out,
                     Dtype dtype, int64_t begin, int64_t end);
 
+// Between the two, of few tokens: rows of tiles [begin, end) of inner [M, padded_out], both float32.
+void multiply_few_trellis(const float* turned, int64_t count, const TrellisTiles& tiles, float* inner,
+                          int64_t padded_in, int64_t padded_out, int64_t begin, int64_t end);
+
 // Of a token: what 1 stands for, and the sum of its whole numbers.
 struct TrellisToken {
     float scale;
     int64_t sum;
 };
-
-// Between the two, of few tokens: rows of tiles [begin, end) of inner [M, padded_out], both float32.
-void multiply_few_trellis(const float* turned, int64_t count, const TrellisTiles& tiles, float* inner,
-                          int64_t padded_in, int64_t padded_out, int64_t begin, int64_t end);
 
 // A product without decoding, of code mul1 and inputs of 14 bits: rows [begin, end) of x, panel [padded_in / 16, M,
 // 32]; then rows of tiles [begin, end), whole blocks, of out [M, out_features]. The same bits on every CPU, whatever

@@ -20,6 +20,7 @@ namespace hf_kbit::backend {
 // Work for a thread, in weights: less is not worth waking one up.
 constexpr int64_t kGrain = 1 << 15;
 inline int64_t row_grain(int64_t in_features) { return std::max<int64_t>(1, kGrain / in_features); }
+inline int64_t tile_grain(int64_t across) { return row_grain(across * kTrellisSteps); }  // of rows of tiles
 
 // Weights decoded at a time for more tokens: 16 MB of float32, small beside the model and large enough for a matmul.
 constexpr int64_t kSlice = 1 << 22;
