@@ -1,5 +1,6 @@
 """``hf-kbit export``, and other commands of a folder that has trellises."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,8 @@ def test_what_came_from_exllamav3_goes_back(name, tmp_path):
     found, expected = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", DATA / name))
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in expected)
+    said, original = (json.loads((folder / "config.json").read_text()) for folder in (tmp_path / "out", DATA / name))
+    assert not original.keys() - said.keys() and said.get("num_experts") == original.get("num_experts")
     assert (tmp_path / "out/tokenizer.json").exists() and (tmp_path / "out/quantization_config.json").exists()
     ids = torch.arange(12)[None]
     models = [AutoModelForCausalLM.from_pretrained(folder).eval() for folder in (tmp_path / "out", DATA / name)]

@@ -12,6 +12,7 @@ from huggingface_hub import save_torch_state_dict
 from torch.nn.functional import pad
 from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import revert_weight_conversion
+from transformers.utils import CONFIG_NAME
 
 from hf_kbit.files.exl3 import STORAGE
 from hf_kbit.format.errors import refuse
@@ -51,10 +52,19 @@ def export_exl3(folder: str | os.PathLike, out: str | os.PathLike) -> None:
     config = copy.deepcopy(model.config)
     config.quantization_config, config.dtype = said, torch.float16
     config.save_pretrained(out)
+    file = out / CONFIG_NAME
+    file.write_text(json.dumps(_with_old_names(json.loads(file.read_text()), config), indent=2) + "\n")
     (out / STORAGE).write_text(json.dumps(said | {"tensor_storage": _storage(tensors)}, indent=4) + "\n")
     for file in folder.iterdir():
         if file.is_file() and not file.name.startswith(("model", "config.json", "README")):
             shutil.copy(file, out / file.name)
+
+
+def _with_old_names(saved: dict, config) -> dict:
+    """A saved config that also has the names by which others read what Transformers has renamed."""
+    names = {old: saved[new] for old, new in config.attribute_map.items() if new in saved}
+    parts = {name: _with_old_names(saved[name], getattr(config, name)) for name in config.sub_configs if name in saved}
+    return names | saved | parts
 
 
 def _unfit(model, layers: dict[str, KbitWeight]) -> Iterator[str]:
