@@ -42,6 +42,7 @@ from transformers.pytorch_utils import Conv1D
 
 import hf_kbit
 from hf_kbit import KbitConfig
+from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.weight.scalar import ScalarTensor
 from hf_kbit.weight.tensor import KbitTensor
 
@@ -193,7 +194,9 @@ def other(model: nn.Module) -> nn.Module:
     """A model of the same widths, all of whose tensors and exponents are to be replaced."""
     made = copy.deepcopy(model)
     for weight in {id(weight): weight for weight in weights(made).values()}.values():
-        decoding = replace(weight.decoding, exponent=weight.decoding.exponent + 1)
+        decoding = weight.decoding
+        if isinstance(decoding, ScalarDecoding):
+            decoding = replace(decoding, exponent=decoding.exponent + 1)
         weight.data = KbitTensor.empty(tuple(weight.shape), decoding, weight.dtype)
     for parameter in made.parameters():
         if not isinstance(parameter, KbitTensor):

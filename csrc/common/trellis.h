@@ -45,4 +45,20 @@ constexpr float kSumOfOne = 0x1p18f / 0x6EE;
 constexpr float kSumOfZero = static_cast<float>(0x531p11 / 0x6EE - 1024);
 constexpr int kMostSum = 4 * 255;
 
+// What is around the tiles of a weight: scales, float16, and rotations in blocks of 32, 64 or 128, of which both sides
+// are padded to multiples.
+struct TrellisSides {
+    const uint16_t *suh, *svh;
+    int64_t in_features, out_features, padded_in, padded_out;
+    int block;
+};
+
+// Products in whole numbers (docs/internals.md): the largest input, and of a token what 1 stands for, and the sum of
+// its inputs.
+constexpr int kMostTrellisInput = 8191;
+struct TrellisToken {
+    float scale;
+    int64_t sum;
+};
+
 }  // namespace hf_kbit

@@ -73,14 +73,6 @@ struct TrellisTiles {
 // Rows of tiles [begin, end) of out [N, K], what tiles stand for in float16, as float16, float32 or bfloat16.
 void decode_trellis(const TrellisTiles& tiles, void* out, Dtype dtype, int64_t begin, int64_t end);
 
-// What is around the tiles of a weight: scales, float16, and rotations in blocks of 32, 64 or 128, of which both sides
-// are padded to multiples.
-struct TrellisSides {
-    const uint16_t *suh, *svh;
-    int64_t in_features, out_features, padded_in, padded_out;
-    int block;
-};
-
 // What is around a product: rows [begin, end) of x [M, in_features] as it meets the weight, out [M, padded_in],
 // float32 or bfloat16, each 16 of them in their order or in that which the kernels of few tokens read; and of inner
 // [M, padded_out], float32 or bfloat16, those of out [M, out_features]. bias (dtype, [out_features]) may be null.
@@ -92,12 +84,6 @@ void finish_trellis(const void* inner, Dtype inner_dtype, const TrellisSides& si
 // Between the two, of few tokens: rows of tiles [begin, end) of inner [M, padded_out], both float32.
 void multiply_few_trellis(const float* turned, int64_t count, const TrellisTiles& tiles, float* inner,
                           int64_t padded_in, int64_t padded_out, int64_t begin, int64_t end);
-
-// Of a token: what 1 stands for, and the sum of its whole numbers.
-struct TrellisToken {
-    float scale;
-    int64_t sum;
-};
 
 // A product without decoding, of code mul1 and inputs of 14 bits: rows [begin, end) of x, panel [padded_in / 16, M,
 // 32]; then rows of tiles [begin, end), whole blocks, of out [M, out_features]. The same bits on every CPU, whatever

@@ -187,10 +187,10 @@ static void multiply_few_with(const float* turned, int64_t count, const TrellisT
 // Inputs are rounded to 14 bits of a token's largest, and a weight of mul1 is the sum of four bytes, which its float16
 // value is the nearest one of a multiple of: so a product is a sum of whole numbers, the same in any order, of which
 // nothing is lost. Lanes of 32 bits are added to totals of 64 before they could overflow.
-constexpr int kMostInput = 8191;
+
 constexpr auto kScaleUnits = static_cast<int64_t>(kSumScale / kSumUnit),
                kZeroUnits = static_cast<int64_t>(kSumZero / kSumUnit);
-constexpr int64_t kFlushedTiles = (int64_t{1} << 31) / (int64_t{kMostSum} * kMostInput * 2);  // of one part
+constexpr int64_t kFlushedTiles = (int64_t{1} << 31) / (int64_t{kMostSum} * kMostTrellisInput * 2);  // of one part
 
 // Rows [begin, end) of x, turned and rounded, in the order of a chunk's windows, of which both outputs have the same
 // inputs: panel [padded_in / 16, M, 32].
@@ -211,7 +211,7 @@ static void pack_trellis_with(const void* x, Dtype dtype, int64_t count, const T
             }
             const float largest = float_of(largest_bits);
             const bool usual = largest_bits >= bits_of(kFewest) && largest_bits < 0x7F800000;
-            const float inverse = usual ? kMostInput / largest : 0;
+            const float inverse = usual ? kMostTrellisInput / largest : 0;
             int32_t sum = 0;
             for (int64_t i = 0; i < sides.padded_in; ++i) {
                 const uint32_t found = bits_of(numbers[i] * inverse + kToInteger);
@@ -228,7 +228,7 @@ static void pack_trellis_with(const void* x, Dtype dtype, int64_t count, const T
                     }
                 }
             }
-            tokens[token] = {largest * (1.0f / kMostInput), sum};
+            tokens[token] = {largest * (1.0f / kMostTrellisInput), sum};
         }
     });
 }

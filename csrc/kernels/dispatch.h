@@ -34,6 +34,20 @@ cudaError_t dispatch_trellis(int bits, const Run& run) {
     return cudaErrorInvalidValue;
 }
 
+// run(std::integral_constant<Code, code>)
+template <typename Run>
+cudaError_t dispatch_code(Code code, const Run& run) {
+    switch (code) {
+        case Code::three_inst:
+            return run(std::integral_constant<Code, Code::three_inst>{});
+        case Code::mcg:
+            return run(std::integral_constant<Code, Code::mcg>{});
+        case Code::mul1:
+            return run(std::integral_constant<Code, Code::mul1>{});
+    }
+    return cudaErrorInvalidValue;
+}
+
 // run(a value of the one of these types whose dtype it is)
 template <typename First, typename... Others, typename Run>
 cudaError_t dispatch(Dtype dtype, const Run& run) {

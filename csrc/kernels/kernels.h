@@ -17,6 +17,8 @@
 #include "kernels/gradient/plan.h"
 #include "kernels/hopper/experts_plan.h"
 #include "kernels/mma/plan.h"
+#include "kernels/trellis/few_plan.h"
+#include "kernels/trellis/many_plan.h"
 
 namespace hf_kbit::cuda {
 
@@ -227,5 +229,46 @@ cudaError_t encode_trellis(const float* targets, int bits, int lead, int64_t til
 // as float16, float32 or bfloat16.
 cudaError_t decode_trellis(const uint32_t* words, Code code, int bits, int64_t count, int64_t across, int64_t down,
                            void* out, Dtype dtype, const Gpu& gpu, cudaStream_t stream);
+
+// out [count, rows, columns], float16 or bfloat16: the weights of trellises [count, across, down, 8 * bits] whose
+// sides, suh float16 [count, 16 * across] and svh [count, 16 * down], are rotated in blocks of 128, and padded to
+// them.
+cudaError_t dense_trellis(const uint32_t* words, Code code, int bits, const uint16_t* suh, const uint16_t* svh,
+                          int64_t count, int64_t across, int64_t down, int64_t rows, int64_t columns, void* out,
+                          Dtype dtype, const Gpu& gpu, cudaStream_t stream);
+
+// y [tokens, out_features] = x [tokens, in_features] @ W.T + bias, float16 or bfloat16, of a trellis of code mul1. x,
+// words, bias, suh and svh are at multiples of 16 bytes.
+struct TrellisProduct {
+    const void* x;
+    const uint32_t* words;  // 32-bit ones [across, down, 8 * bits]
+    const void* bias;       // or null
+    void* y;
+    int64_t across, down;
+    int bits;
+    TrellisSides sides;
+};
+
+// Whose weight each token has, or `count` for none: those of experts lie one after another, their sides too. Without
+// owners there is one weight.
+struct TrellisExperts {
+    const int32_t* owners;
+    int count;
+};
+
+// Of up to kFewTrellisTokens tokens, or kFewTrellisRows of experts, each an item of the plan by itself; in_features
+// are at most kMostFewTrellisFeatures. columns [2 * tokens, padded_in], of_tokens [tokens], sums, as many as
+// few_trellis_sums says, and counts, of each item as many as few_trellis_counts says, are for what its two kernels
+// tell each other. Overlaps with the kernel launched before it. Compute capability 8.0 and newer.
+cudaError_t few_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
+                               int64_t tokens, const FewTrellisPlan& plan, int8_t* columns, TrellisToken* of_tokens,
+                               int32_t* sums, uint32_t* counts, const Gpu& gpu, cudaStream_t stream);
+
+// Of as many tokens as many_trellis_tokens (a plan's) says; out_features and in_features are at most kMostFeatures. Of
+// the plan, inputs [tokens, many_trellis_width], units [tokens] and sums, many_trellis_sums of many_trellis_sum_bytes,
+// are for what its three kernels tell each other. Compute capability 9.0.
+cudaError_t many_trellis_tokens(const TrellisProduct& product, Dtype dtype, int64_t tokens,
+                                const ManyTrellisPlan& plan, uint16_t* inputs, float* units, void* sums,
+                                const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

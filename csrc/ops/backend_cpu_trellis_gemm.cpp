@@ -14,7 +14,7 @@ struct TrellisProduct {
     std::optional<Tensor> bias;
     Dtype dtype;
     int64_t tokens, down;
-    cpu::TrellisSides sides;
+    TrellisSides sides;
     cpu::TrellisTiles tiles;
     Tensor out;
 
@@ -25,9 +25,9 @@ struct TrellisProduct {
     // By weights that are decoded in registers to whole numbers, of code mul1.
     void in_whole_numbers() {
         Tensor panel = new_tensor(x, {tiles.across * tokens * 2 * kTrellisTile}, ScalarType::Short);
-        Tensor kept = new_tensor(x, {tokens * static_cast<int64_t>(sizeof(cpu::TrellisToken))}, ScalarType::Byte);
+        Tensor kept = new_tensor(x, {tokens * static_cast<int64_t>(sizeof(TrellisToken))}, ScalarType::Byte);
         auto* panel_data = static_cast<int16_t*>(panel.mutable_data_ptr());
-        auto* kept_data = static_cast<cpu::TrellisToken*>(kept.mutable_data_ptr());
+        auto* kept_data = static_cast<TrellisToken*>(kept.mutable_data_ptr());
         torch::stable::parallel_for(0, tokens, row_grain(sides.padded_in), [&](int64_t begin, int64_t end) {
             cpu::pack_trellis(x.const_data_ptr(), dtype, tokens, sides, panel_data, kept_data, begin, end);
         });

@@ -108,3 +108,11 @@ HF_KBIT_EXPORT int hf_kbit_cuda_arch() {
         return 0;
     }
 }
+// Of gemm_trellis_many on the current GPU.
+HF_KBIT_EXPORT int hf_kbit_cuda_many_trellis_tokens() {
+    try {
+        return hf_kbit::many_trellis_tokens(hf_kbit::cuda::current_gpu());
+    } catch (const std::exception&) {
+        return 0;
+    }
+}

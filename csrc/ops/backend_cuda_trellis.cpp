@@ -1,4 +1,6 @@
 // The trellises of the CUDA backend. The kernels are in csrc/kernels.
+#include <torch/csrc/stable/library.h>
+
 #include "ops/cuda_launch.h"
 
 namespace hf_kbit::backend {
@@ -19,5 +21,139 @@ void decode_trellis(const Tensor& trellis, Code code, int bits, int64_t across, 
     check("decode_trellis", cuda::decode_trellis(read<uint32_t>(words), code, bits, count, across, down,
                                                  out.mutable_data_ptr(), dtype, launch.gpu, launch.stream));
 }
+
+namespace {
+
+Tensor readable(const Tensor& tensor) { return aligned(as_contiguous(tensor)); }
+
+Shape with_last(Shape shape, int64_t last) {
+    shape.back() = last;
+    return shape;
+}
+
+// A weight as hf_kbit/ops/trellis.py gives it, in memory as kernels read it, with tiles as files have them.
+struct Weight {
+    Tensor tiles, suh, svh;
+    int64_t across, down;
+    int bits;
+
+    Weight(const Tensor& words, const Tensor& suh, const Tensor& svh)
+        : tiles(readable(torch::stable::transpose(words, -3, -2))),
+          suh(readable(suh)),
+          svh(readable(svh)),
+          across(words.size(-2)),
+          down(words.size(-3)),
+          bits(static_cast<int>(words.size(-1) / kTrellisTile)) {}
+};
+
+// A product of x by it, with the tensors that own what kernels read and write.
+struct Product {
+    const Weight weight;
+    const Tensor x;
+    const std::optional<Tensor> bias;
+    const int64_t tokens;
+    Tensor y;
+    const cuda::TrellisProduct arguments;
+
+    Product(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
+            const Tensor& svh, ShapeRef matrix, int64_t block)
+        : weight(words, suh, svh),
+          x(readable(x)),
+          bias(bias ? std::optional<Tensor>(readable(*bias)) : std::nullopt),
+          tokens(x.numel() / x.size(-1)),
+          y(new_tensor(x, with_last(shape_of(x), matrix[0]), x.scalar_type())),
+          arguments{this->x.const_data_ptr(),
+                    read<uint32_t>(weight.tiles),
+                    this->bias ? this->bias->const_data_ptr() : nullptr,
+                    y.mutable_data_ptr(),
+                    weight.across,
+                    weight.down,
+                    weight.bits,
+                    {read<uint16_t>(weight.suh), read<uint16_t>(weight.svh), x.size(-1), matrix[0],
+                     kTrellisTile * weight.across, kTrellisTile * weight.down, static_cast<int>(block)}} {}
+};
+
+Tensor few_tokens(Product product, const cuda::TrellisExperts& experts, const Launch& launch) {
+    const Tensor& x = product.x;
+    const auto& arguments = product.arguments;
+    const int64_t tokens = product.tokens, items = experts.owners ? tokens : 1;
+    const FewTrellisPlan plan = plan_few_trellis(items, arguments.across, arguments.down, arguments.bits,
+                                                 static_cast<int>(2 * tokens / items), launch.gpu);
+    const auto& sides = arguments.sides;
+    Tensor columns = new_tensor(x, {2 * tokens, sides.padded_in}, ScalarType::Char);
+    Tensor of_tokens = new_tensor(x, {tokens * static_cast<int64_t>(sizeof(TrellisToken))}, ScalarType::Byte);
+    Tensor sums = new_tensor(x, {few_trellis_sums(plan, sides.padded_out, tokens)}, ScalarType::Int);
+    Tensor counts = new_tensor(x, {items * few_trellis_counts(sides.padded_out)}, ScalarType::Int);
+    check("few_trellis_tokens",
+          cuda::few_trellis_tokens(arguments, experts, float_dtype("x", x.scalar_type(), false), tokens, plan,
+                                   write<int8_t>(columns), write<TrellisToken>(of_tokens), write<int32_t>(sums),
+                                   write<uint32_t>(counts), launch.gpu, launch.stream),
+          plan);
+    return product.y;
+}
+
+// gemm_trellis of up to kFewTrellisTokens tokens (hf_kbit/ops/trellis.py).
+Tensor gemm_trellis_few(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
+                        const Tensor& svh, ShapeRef matrix, int64_t block) {
+    const Launch launch(x);
+    return few_tokens(Product(x, bias, words, suh, svh, matrix, block), {nullptr, 1}, launch);
+}
+
+// Rows by the weights of their owners, int32 [R], among words [experts, ...]; zeros for those of none.
+Tensor gemm_trellis_rows(const Tensor& x, const Tensor& owners, const Tensor& words, const Tensor& suh,
+                         const Tensor& svh, ShapeRef matrix, int64_t block) {
+    const Launch launch(x);
+    const Tensor own = as_contiguous(owners);
+    return few_tokens(Product(x, std::nullopt, words, suh, svh, matrix, block),
+                      {read<int32_t>(own), static_cast<int>(words.size(0))}, launch);
+}
+
+// The same of as many tokens as hf_kbit_cuda_many_trellis_tokens says.
+Tensor gemm_trellis_many(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
+                         const Tensor& svh, ShapeRef matrix, int64_t block) {
+    const Dtype dtype = float_dtype("x", x.scalar_type(), false);
+    const Launch launch(x);
+    Product product(x, bias, words, suh, svh, matrix, block);
+    const int64_t tokens = product.tokens;
+    const ManyTrellisPlan plan =
+        plan_many_trellis(product.arguments.across, product.arguments.down, tokens, launch.gpu);
+    const int64_t width = many_trellis_width(product.arguments.sides.padded_in);
+    Tensor inputs = new_tensor(x, {tokens, width}, ScalarType::Half);
+    Tensor units = new_tensor(x, {tokens}, ScalarType::Float);
+    const int64_t sum_bytes = many_trellis_sums(plan, tokens) * many_trellis_sum_bytes(plan.token_tile);
+    Tensor sums = new_tensor(x, {sum_bytes}, ScalarType::Byte);
+    check("many_trellis_tokens",
+          cuda::many_trellis_tokens(product.arguments, dtype, tokens, plan, write<uint16_t>(inputs),
+                                    write<float>(units), sums.mutable_data_ptr(), launch.gpu, launch.stream),
+          plan);
+    return product.y;
+}
+
+// The weights [*, N, K] in 16 bits of trellises whose sides are rotated in blocks of 128.
+Tensor dense_trellis(const Tensor& words, const Tensor& suh, const Tensor& svh, ShapeRef matrix, std::string code,
+                     ScalarType dtype) {
+    const Dtype out_dtype = float_dtype("dtype", dtype, false);
+    const Launch launch(words);
+    const Weight weight(words, suh, svh);
+    const Shape shape = shape_of(words);
+    Tensor out = new_tensor(words, concat(Shape(shape.begin(), shape.end() - 3), {matrix[0], matrix[1]}), dtype);
+    if (out.numel() > 0) {
+        const int64_t count = out.numel() / (matrix[0] * matrix[1]);
+        check("dense_trellis", cuda::dense_trellis(read<uint32_t>(weight.tiles), check_code(code), weight.bits,
+                                                   read<uint16_t>(weight.suh), read<uint16_t>(weight.svh), count,
+                                                   weight.across, weight.down, matrix[0], matrix[1],
+                                                   out.mutable_data_ptr(), out_dtype, launch.gpu, launch.stream));
+    }
+    return out;
+}
+
+STABLE_TORCH_LIBRARY_IMPL(hf_kbit, CUDA, library) {
+    library.impl("gemm_trellis_few", TORCH_BOX(&gemm_trellis_few));
+    library.impl("gemm_trellis_rows", TORCH_BOX(&gemm_trellis_rows));
+    library.impl("gemm_trellis_many", TORCH_BOX(&gemm_trellis_many));
+    library.impl("dense_trellis", TORCH_BOX(&dense_trellis));
+}
+
+}  // namespace
 
 }  // namespace hf_kbit::backend

@@ -129,6 +129,13 @@ def group_limits() -> tuple[int, int]:
 
 
 @functools.cache
+def many_trellis_tokens(device: torch.device) -> int:
+    """The most tokens that ``gemm_trellis_many`` takes on a GPU; 0 where there is no kernel for it."""
+    with torch.cuda.device(device):
+        return _cuda_number("many_trellis_tokens")
+
+
+@functools.cache
 def library(name: str) -> Library:
     """The library of a device type, ``cpu`` or ``cuda``, loaded at the first call."""
     if name not in ("cpu", "cuda"):

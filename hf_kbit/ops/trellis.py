@@ -99,6 +99,50 @@ def _multiplied(x, first, multiply: Callable, second, block: int, size: int) -> 
     return (_rotated(y.to(dtype), block) * (second / unit))[..., :size]
 
 
+# --- kernels of the CUDA library ------------------------------------------------------------------
+
+_SIDES = "Tensor words, Tensor suh, Tensor svh, int[] shape"
+for _some in ("few", "many"):  # tokens, of code mul1
+    LIBRARY.define(f"gemm_trellis_{_some}(Tensor x, Tensor? bias, {_SIDES}, int block) -> Tensor")
+LIBRARY.define(f"gemm_trellis_rows(Tensor x, Tensor owners, {_SIDES}, int block) -> Tensor")
+LIBRARY.define(f"dense_trellis({_SIDES}, str code, ScalarType dtype) -> Tensor")
+
+
+def _is_half_on_gpu(x: torch.Tensor) -> bool:
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _has_kernels(x.device)
+
+
+@cache
+def _has_kernels(device: torch.device) -> bool:
+    return native.library("cuda").loaded and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _kernel_for(x: torch.Tensor, rows: int) -> Callable | None:
+    """What multiplies x by a weight of so many rows that is decoded in registers."""
+    if x.numel() == 0 or not _is_half_on_gpu(x):
+        return None
+    width = x.shape[-1]
+    tokens = x.numel() // width
+    if tokens <= 16:
+        return OPS.gemm_trellis_few if width <= 2**15 else None
+    fits = tokens <= native.many_trellis_tokens(x.device) and max(width, rows) <= 2**27
+    return OPS.gemm_trellis_many if fits else None
+
+
+def _reads_few_experts(x: torch.Tensor, experts: int) -> bool:
+    """Whether rows of experts are so few that each reads the weight that it has."""
+    rows, width = x.shape
+    return 0 < rows <= min(2 * experts, 2**12) and width <= 2**15 and _is_half_on_gpu(x)
+
+
+def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
+    """Whether ``dense_trellis`` makes the weight itself for a product of x."""
+    return _is_half_on_gpu(x) and block == 128 and not suh.shape[-1] % 128 and not svh.shape[-1] % 128
+
+
+# --- decoding -------------------------------------------------------------------------------------
+
+
 def _inner(words: torch.Tensor, code: str, dtype: torch.dtype) -> torch.Tensor:
     """``[*, N, K]``, padded: the weight between the rotations."""
     # Values are those of float16, which float64 holds as float32 does.
@@ -134,6 +178,10 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
+    if code == "mul1" and (kernel := _kernel_for(x, shape[0])):
+        return kernel(x, bias, words, suh, svh, shape, block)
+    if _makes_dense(x, suh, svh, block):
+        return F.linear(x, OPS.dense_trellis(words, suh, svh, shape, code, x.dtype), bias)
     matrix = _inner(words, code, x.dtype).mT
     y = _multiplied(x, suh, partial(torch.matmul, other=matrix), svh, block, shape[0])
     return (y if bias is None else y + bias).to(x.dtype)
@@ -144,6 +192,8 @@ def _(x, bias, words, suh, svh, shape, code, block):
     lambda grad, w, u, v, shape, *_: (*grad.shape[:-1], shape[1]),
 )
 def _(grad, words, suh, svh, shape, code, block):
+    if _makes_dense(grad, suh, svh, block):
+        return grad @ OPS.dense_trellis(words, suh, svh, shape, code, grad.dtype)
     matrix = _inner(words, code, grad.dtype)
     return _multiplied(grad, svh, partial(torch.matmul, other=matrix), suh, block, shape[1]).to(grad.dtype)
 
@@ -187,6 +237,12 @@ def _of_experts(x, first, words, second, offsets, code: str, block: int, size: i
     first, second = (each if stacked else each[:, None] for each in (first, second))
     words = words if words.dim() == 5 else words[:, None]
     groups = words.shape[1]
+    if forward and code == "mul1" and _reads_few_experts(x, len(words)):
+        owners = owners_of(len(x), offsets)[:, None] * groups + torch.arange(groups, device=x.device)
+        tensors = (each.flatten(0, 1) for each in (words, first, second))
+        rows = x.repeat_interleave(groups, 0)
+        y = OPS.gemm_trellis_rows(rows, owners.flatten().int(), *tensors, [size // groups, x.shape[1]], block)
+        return y.view(len(x), size)
     parts = [x] * groups if forward else x.chunk(groups, -1)
     made = []
     for group, part in enumerate(parts):
@@ -198,6 +254,10 @@ def _of_experts(x, first, words, second, offsets, code: str, block: int, size: i
 def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: int, size: int) -> torch.Tensor:
     if x.is_cuda and has_grouped_product(x):  # nothing waits for the GPU, which may be capturing a graph
         owners = owners_of(len(x), offsets).clamp(max=len(words) - 1)
+        if _makes_dense(x, first, second, block):
+            suh, svh, shape = (first, second, [size, x.shape[1]]) if forward else (second, first, [x.shape[1], size])
+            matrices = OPS.dense_trellis(words, suh, svh, shape, code, x.dtype)
+            return grouped_product(x, matrices=matrices.mT if forward else matrices, bias=None, offsets=offsets)
         matrices = _inner(words, code, x.dtype)
         matrices = matrices.mT if forward else matrices
         multiply = partial(grouped_product, matrices=matrices, bias=None, offsets=offsets)

@@ -17,6 +17,8 @@ WRAPPER = """
 #include "kernels/hopper/experts_plan.h"
 #include "kernels/inputs/plan.h"
 #include "kernels/path.h"
+#include "kernels/trellis/few_plan.h"
+#include "kernels/trellis/many_plan.h"
 
 using namespace hf_kbit;
 
@@ -52,6 +54,19 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
         const GradientPlan plan = plan_gradient(n[0], n[1], n[2], gpu);
         return to_string(plan) + " sums=" + std::to_string(gradient_partial_sums(plan)) +
                " shared_bytes=" + std::to_string(gradient_shared_bytes(n[3]));
+    }
+    if (of == "few_trellis") {
+        const FewTrellisPlan plan = plan_few_trellis(n[0], n[1], n[2], n[3], n[4], gpu);
+        return to_string(plan) + " ctas_at_a_time=" +
+               std::to_string(few_trellis_ctas(n[3], few_trellis_groups(n[4])) * gpu.processors);
+    }
+    if (of == "many_trellis") {
+        const ManyTrellisPlan plan = plan_many_trellis(n[0], n[1], n[2], gpu);
+        return to_string(plan) + " sums=" + std::to_string(many_trellis_sums(plan, n[2])) +
+               " steps=" + std::to_string(many_trellis_steps(n[0])) +
+               " groups=" + std::to_string(many_trellis_groups(plan.token_tile)) +
+               " stages=" + std::to_string(many_trellis_stages(n[3], plan.token_tile)) +
+               " shared_bytes=" + std::to_string(many_trellis_shared_bytes(n[3], plan.token_tile));
     }
     const bool int8 = of == "mma_int8";
     if (!int8 && of != "mma") return "";
@@ -528,3 +543,33 @@ def test_tiles_of_tokens_in_the_mean(ask, rows, experts, token_tile, beyond):
     mean = tiles.sum(1).double().mean().item()
     found = ask("expected_token_tiles", H200, rows, experts, token_tile, beyond)
     assert abs(found - mean) < 0.1 * mean + 0.001 * experts
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_few_tokens_by_a_trellis(ask, gpu, shape):
+    """CTAs divide K, none is without a step, nor more at work at a time than a rounded number of each owner's."""
+    down, across = (ceil_div(size, 128) * 8 for size in shape)
+    steps, owners = ceil_div(across, 4), ceil_div(down, 4)
+    for (items, tokens), bits in itertools.product(
+        [(1, tokens) for tokens in (1, 4, 5, 8, 9, 16)] + [(8, 1), (500, 1)], range(1, 9)
+    ):
+        plan = ask("few_trellis", gpu, items, across, down, bits, 2 * tokens)
+        assert (plan.split - 1) * plan.steps_of_split < steps <= plan.split * plan.steps_of_split
+        assert plan.ctas == plan.split * owners
+        assert plan.split == 1 or items * plan.ctas <= 1.5 * plan.ctas_at_a_time
+        assert plan.shared_bytes <= gpu.shared_limit
+
+
+@pytest.mark.parametrize("gpu", HOPPER)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_many_tokens_by_a_trellis(ask, gpu, shape):
+    """Tiles cover all rows and tokens, and no group of a part of K is without a step."""
+    down, across = (ceil_div(size, 128) * 8 for size in shape)
+    for tokens, bits in itertools.product((n for n in MANY if n <= 1024), range(1, 9)):
+        plan = ask("many_trellis", gpu, across, down, tokens, bits)
+        assert plan.row_tiles == down // 8
+        assert (plan.token_tiles - 1) * plan.token_tile < tokens <= plan.token_tiles * plan.token_tile
+        assert plan.ctas == min(gpu.processors, plan.row_tiles * plan.token_tiles * plan.split)
+        assert plan.split == 1 or plan.steps // plan.split >= plan.groups
+        assert plan.sums == plan.split * tokens * plan.row_tiles * 128
+        assert plan.stages >= 3 and plan.shared_bytes <= gpu.shared_limit

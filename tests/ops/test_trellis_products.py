@@ -133,6 +133,68 @@ def test_few_tokens_give_the_same_bits_on_every_cpu(bits, dtype):
         assert torch.equal(F.linear(x, packed.like(words=moved), bias), F.linear(x, packed, bias))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_few_tokens_give_the_bits_of_a_cpu_on_a_gpu(bits, dtype):
+    """Shapes that leave CTAs, warps and steps with less than a whole one, and K divided among CTAs."""
+    for (rows, width), block in (
+        ((7 * 32 + 2, 1000), 32),
+        ((5 * 64, 4600), 64),
+        ((128, 8192), 128),
+        ((4224, 256), 128),
+    ):
+        packed = weight(TrellisDecoding(bits, block=block), rows, width)
+        x, bias = torch.randn(16, width).to(dtype), torch.randn(rows).to(dtype)
+        x[3] = 0
+        exact = in_whole_numbers(x, packed, None).nan_to_num(0)
+        on_gpu = packed.moved("cuda")
+        for tokens in (1, 3, 4, 5, 8, 9, 16):
+            assert torch.equal(F.linear(x[:tokens].cuda(), on_gpu).cpu(), exact[:tokens])
+        exact = in_whole_numbers(x[:2], packed, bias)
+        assert torch.equal(F.linear(x[:2].cuda(), on_gpu, bias.cuda()).cpu(), exact)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_many_tokens_on_a_gpu(bits, dtype):
+    """Shapes that leave tiles with less than a whole one, a single step, K divided among CTAs, several tiles of each;
+    a token of zeros, and one with NaN, which stays alone."""
+    for (rows, width), block in (((226, 1000), 32), ((320, 90), 64), ((300, 4600), 64), ((4224, 8192), 128)):
+        packed = weight(TrellisDecoding(bits, block=block), rows, width).moved("cuda")
+        x, bias = (torch.randn(size, device="cuda").to(dtype) for size in ((1100, width), (rows,)))
+        dense = packed.dequantize(torch.float64)
+        x[3] = 0
+        exact = x.double() @ dense.T
+        for tokens in (17, 33, 100, 255, 257, 1100):
+            assert near(F.linear(x[:tokens], packed), exact[:tokens], dtype)
+        y = F.linear(x[:40], packed, bias)
+        assert near(y, exact[:40] + bias.double(), dtype) and torch.equal(y[3], bias)
+        x[7, 5] = float("nan")
+        y = F.linear(x[:300], packed)
+        assert y[7].isnan().all() and not y[[*range(7), *range(8, 300)]].isnan().any()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_the_weight_itself_on_a_gpu(bits, code, dtype):
+    """It multiplies more tokens than kernels take, and gradients, of one matrix and of experts."""
+    for rows, width in ((300, 391), (130, 260)):
+        packed = weight(TrellisDecoding(bits, code, block=128), rows, width).moved("cuda")
+        made = torch.ops.hf_kbit.dense_trellis(*(packed.parts[n] for n in packed.files), [rows, width], code, dtype)
+        dense = packed.dequantize(torch.float64)
+        assert near(made, dense, dtype)
+        x = torch.randn(2500, width, device="cuda", dtype=dtype, requires_grad=True)
+        y = F.linear(x, packed)
+        assert near(y, x.double() @ dense.T, dtype)
+        grad = torch.randn_like(y)
+        y.backward(grad)
+        assert near(x.grad, grad.double() @ dense, dtype)
+
+
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_what_few_tokens_lose(dtype):
@@ -231,6 +293,22 @@ def test_experts(stacked, swiglu, device):
     grad = torch.randn_like(y)
     found, wanted = (torch.autograd.grad(each, (x, bias), grad) for each in (y, expected))
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stacked", [1, 2])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_few_rows_of_experts_on_a_gpu(bits, stacked, dtype):
+    """Each has the bits of a product by the weight of its expert alone; those of none are zeros."""
+    packed = weight(TrellisDecoding(bits, block=64, stacked=stacked), 4, stacked * 200, 330).moved("cuda")
+    x, offsets = torch.randn(7, 330, device="cuda").to(dtype), torch.tensor([0, 2, 2, 3, 6], device="cuda")
+    y = ops.experts_product(x, None, None, offsets, *operands(packed), False)
+    for row, expert in enumerate((0, 0, 2, 3, 3, 3)):
+        one = packed.matrix_at(expert)
+        parts = [one._one(part) for part in range(stacked)] if stacked > 1 else [one]
+        assert torch.equal(y[row], torch.cat([F.linear(x[row], part)[:200] for part in parts]))
+    assert not y[6].any()
 
 
 @pytest.mark.parametrize("op", ["gemm_trellis", "gemm_trellis_gradient", "dequantize_trellis", "gemm_experts_trellis"])

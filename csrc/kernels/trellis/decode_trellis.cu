@@ -14,6 +14,7 @@
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/trellis/values.cuh"
 
 namespace hf_kbit::cuda {
 
@@ -22,23 +23,6 @@ namespace {
 constexpr int kAcross = 8, kDown = 16;  // tiles of a CTA
 constexpr int kThreads = 32 * kDown;
 constexpr int kOctets = 2 * kAcross;  // of a row, and as many lanes
-
-// Of two windows.
-template <Code code>
-__device__ __forceinline__ __half2 two_values(uint32_t first, uint32_t second) {
-    const uint32_t a = first * code_factor(code) + code_added(code), b = second * code_factor(code) + code_added(code);
-    if constexpr (code == Code::mul1) {
-        // As float16, 0x6400 more than a whole number below 1024 is 1024 more than it.
-        const uint32_t sums = __dp4a(a, 0x01010101u, 0x6400u) | __dp4a(b, 0x01010101u, 0x6400u) << 16;
-        const uint32_t scale = 0x1EEE1EEEu, shift = 0xC931C931u;
-        return __hfma2(reinterpret_cast<const __half2&>(sums), reinterpret_cast<const __half2&>(scale),
-                       reinterpret_cast<const __half2&>(shift));
-    } else {
-        const uint32_t halves_a = a & kHalvesMask ^ kHalvesFlipped, halves_b = b & kHalvesMask ^ kHalvesFlipped;
-        const uint32_t low = __byte_perm(halves_a, halves_b, 0x5410), high = __byte_perm(halves_a, halves_b, 0x7632);
-        return __hadd2(reinterpret_cast<const __half2&>(low), reinterpret_cast<const __half2&>(high));
-    }
-}
 
 // Where rows are whole octets of 16 bytes, or of 32, which they always are.
 __device__ __forceinline__ void store(__half* to, const __half2 (&values)[4]) {
@@ -105,20 +89,6 @@ __global__ void __launch_bounds__(kThreads)
         }
         store(out + output * in_features, values);
     }
-}
-
-// run(std::integral_constant<Code, code>)
-template <typename Run>
-cudaError_t dispatch_code(Code code, const Run& run) {
-    switch (code) {
-        case Code::three_inst:
-            return run(std::integral_constant<Code, Code::three_inst>{});
-        case Code::mcg:
-            return run(std::integral_constant<Code, Code::mcg>{});
-        case Code::mul1:
-            return run(std::integral_constant<Code, Code::mul1>{});
-    }
-    return cudaErrorInvalidValue;
 }
 
 }  // namespace

@@ -1,0 +1,66 @@
+// How few_tokens.cu divides its work.
+//
+// The unit of work is a step: 64 outputs and 64 inputs, four tiles by four. A CTA owns 64 outputs and consecutive
+// steps along K, which its warps take in turns.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "common/format.h"
+#include "kernels/plan.h"
+
+namespace hf_kbit {
+
+constexpr int kFewTrellisTokens = 16;                 // of one weight
+constexpr int64_t kFewTrellisRows = 1 << 14;          // of experts
+constexpr int64_t kMostFewTrellisFeatures = 1 << 15;  // int32 holds sums of bytes times inputs of 7 bits
+constexpr int kFewTrellisWarps = 8, kFewTrellisThreads = 32 * kFewTrellisWarps;
+constexpr int kFewTrellisTiles = 4, kFewTrellisPitch = 16 * kFewTrellisTiles + 4;
+
+// Shared memory: of each warp a ring of stages of so many pieces of 16 bytes; then, in its place, sums.
+constexpr int few_trellis_depth(int bits) { return bits <= 4 ? 3 : 2; }
+constexpr int few_trellis_pieces(int bits, int groups) { return 32 * bits + 8 + 32 * groups; }
+constexpr int few_trellis_shared_bytes(int bits, int groups) {
+    return std::max(kFewTrellisWarps * few_trellis_depth(bits) * few_trellis_pieces(bits, groups) * 16,
+                    kFewTrellisWarps * 8 * groups * kFewTrellisPitch * 4);
+}
+
+// Of two columns of int8 for each token, groups of eight; and CTAs of a processor that have the registers they need.
+constexpr int few_trellis_groups(int columns) { return columns <= 8 ? 1 : columns <= 16 ? 2 : 4; }
+constexpr int few_trellis_ctas(int bits, int groups) { return groups == 4 || (groups == 2 && bits > 5) ? 1 : 2; }
+
+struct FewTrellisPlan {
+    int split;           // CTAs that have the same outputs
+    int steps_of_split;  // at most, of each
+    int ctas;            // of an item
+    int shared_bytes;
+};
+inline std::string to_string(const FewTrellisPlan& plan) {
+    return print_fields({{"split", plan.split},
+                         {"steps_of_split", plan.steps_of_split},
+                         {"ctas", plan.ctas},
+                         {"shared_bytes", plan.shared_bytes}});
+}
+// int32: the sums of CTAs, and of each 128 outputs how many have theirs.
+constexpr int64_t few_trellis_sums(const FewTrellisPlan& plan, int64_t padded_out, int64_t tokens) {
+    return plan.split * 2 * tokens * padded_out;
+}
+constexpr int64_t few_trellis_counts(int64_t padded_out) { return ceil_div(padded_out, 128); }
+
+// Of each of so many items, a weight of so many tiles and so many columns of int8: as many CTAs as are at work at a
+// time, but a step for each warp.
+inline FewTrellisPlan plan_few_trellis(int64_t items, int64_t across, int64_t down, int bits, int columns,
+                                       const Gpu& gpu) {
+    const auto owners = static_cast<int>(ceil_div(down, kFewTrellisTiles));
+    const auto steps = static_cast<int>(ceil_div(across, kFewTrellisTiles));
+    const int most = std::max(1, steps / kFewTrellisWarps), groups = few_trellis_groups(columns);
+    const int64_t all = items * owners;
+    const auto wanted = static_cast<int>((few_trellis_ctas(bits, groups) * gpu.processors + all / 2) / all);
+    const int each = static_cast<int>(ceil_div(steps, std::clamp(wanted, 1, most)));
+    const auto split = static_cast<int>(ceil_div(steps, each));
+    return {split, each, owners * split, few_trellis_shared_bytes(bits, groups)};
+}
+
+}  // namespace hf_kbit

@@ -1,0 +1,422 @@
+// Products of up to 16 tokens by a trellis of code mul1, in whole numbers (docs/internals.md, "Trellises in whole
+// numbers"): the same bits as csrc/cpu/trellis.h.
+//
+//   words   32-bit ones [K/16, N/16, 8 * bits]      x  16-bit floats [M, K]      y  the same [M, N]
+//
+// Two kernels. `turn` turns tokens and rounds them to 14 bits, which are two columns of int8: 128 times the first one,
+// and the second. `multiply` adds up products of bytes, and turns what comes out.
+//
+// A weight of mul1 is a sum of the four bytes of a product, but for a scale and a constant that come behind. So a
+// product is four elements of operand A of int8's mma.m16n8k32 as it is, where each input stands four times in operand
+// B: the tensor core adds up the bytes.
+//
+// A CTA owns 64 outputs, four tiles, and a part of K; its warps take 64 inputs at a time, four tiles. Lane 4 g + t
+// takes of the tile t along K, and of the tile g / 2 along N, 128 weights, one piece of the stream: so a step costs
+// `bits` loads of 16 bytes, and the word before comes from the lane of the tile's other half. CTAs leave
+// sums in memory, and the last one of those that have some of 128 outputs adds them up and turns them: int32 is right
+// in any order. Of experts each row is a product of its own by the weight that it has.
+// Launches overlap: `multiply` asks for its first weights before it waits for its inputs.
+#include "kernels/dispatch.h"
+#include "kernels/kernels.h"
+#include "kernels/launch.h"
+#include "kernels/ptx.cuh"
+#include "kernels/trellis/few_plan.h"
+#include "kernels/trellis/turn.cuh"
+#include "kernels/trellis/values.cuh"
+
+namespace hf_kbit::cuda {
+
+namespace {
+
+// --- inputs --------------------------------------------------------------------------------------
+
+constexpr int kTurnThreads = 1024, kOctet = 8;
+
+// An octet of a token, turned. Lanes side by side have octets side by side, whole blocks of them.
+template <typename T>
+__device__ __forceinline__ void turn_octet(const T* x, const __half* suh, int first, int in_features, int block,
+                                           float (&values)[kOctet]) {
+    eight_scaled(x, suh, first, in_features, values);
+    turn_own(values);
+    for (int distance = 1; distance < block / kOctet; distance *= 2) {
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) values[i] = turned_with_lane(values[i], distance);
+    }
+}
+
+// Of 16 bytes, of which this lane has half and its neighbour the other one, bytes 2 i, 2 i + 1, 2 i + 8 and 2 i + 9
+// for two i.
+__device__ __forceinline__ uint64_t by_pairs(uint64_t own) {
+    const bool odd = threadIdx.x % 2;
+    const auto low = static_cast<uint32_t>(own), high = static_cast<uint32_t>(own >> 32);
+    const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? low : high, 1);
+    const uint32_t first = odd ? other : low, second = odd ? high : other;
+    return __byte_perm(first, second, 0x5410) | static_cast<uint64_t>(__byte_perm(first, second, 0x7632)) << 32;
+}
+
+// Whose weight a token has: one of several, or one beyond them for none, or the only one.
+__device__ __forceinline__ int expert_of(const int32_t* owners, int experts, int token) {
+    return owners ? min(max(owners[token], 0), experts) : 0;
+}
+
+// A CTA for each token. columns: int8 [2 * M, padded_in], of each token the upper ones, then the lower ones.
+template <typename T>
+__global__ void __launch_bounds__(kTurnThreads)
+    turn_kernel(const T* gmem_x, const __half* all_suh, const int32_t* owners, int experts, int in_features,
+                int padded_in, int block, int8_t* columns, TrellisToken* tokens, uint32_t* counts, int num_counts) {
+    if constexpr (kArch < 800) return;
+    __shared__ uint32_t largest_of[kTurnThreads / 32];
+    __shared__ int sum_of[kTurnThreads / 32];
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    for (int i = blockIdx.x * kTurnThreads + threadIdx.x; i < num_counts; i += gridDim.x * kTurnThreads) counts[i] = 0;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const T* x = gmem_x + int64_t{blockIdx.x} * in_features;
+    const int expert = expert_of(owners, experts, static_cast<int>(blockIdx.x));
+    const __half* suh = all_suh + int64_t{min(expert, experts - 1)} * padded_in;
+    const int octets = padded_in / kOctet, turns = (octets + kTurnThreads - 1) / kTurnThreads;
+    uint32_t largest_bits = 0;  // as integers magnitudes have the same order, and NaN is the largest
+    float values[kOctet];
+    for (int turn = 0; turn < turns; ++turn) {
+        turn_octet(x, suh, (turn * kTurnThreads + static_cast<int>(threadIdx.x)) * kOctet, in_features, block, values);
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) largest_bits = max(largest_bits, __float_as_uint(values[i]) & 0x7FFFFFFF);
+    }
+    largest_bits = largest_of_warp(largest_bits);
+    if (lane == 0) largest_of[warp] = largest_bits;
+    __syncthreads();
+    largest_bits = largest_of_warp(lane < kTurnThreads / 32 ? largest_of[lane] : 0);
+    const float largest = __uint_as_float(largest_bits);
+    const bool has_weight = expert < experts;
+    const bool usual = has_weight && largest_bits >= __float_as_uint(0x1p-100f) && largest_bits < 0x7F800000;
+    const float inverse = usual ? __fdiv_rn(kMostTrellisInput, largest) : 0.0f;
+    int sum = 0;
+    for (int turn = 0; turn < turns; ++turn) {
+        const int octet = turn * kTurnThreads + static_cast<int>(threadIdx.x);
+        if (turns > 1) turn_octet(x, suh, octet * kOctet, in_features, block, values);
+        uint64_t upper = 0, lower = 0;
+#pragma unroll
+        for (int i = 0; i < kOctet; ++i) {
+            const int number = usual ? __float2int_rn(__fmul_rn(values[i], inverse)) : 0, high = (number + 64) >> 7;
+            upper |= static_cast<uint64_t>(high & 0xFF) << 8 * i;
+            lower |= static_cast<uint64_t>((number - 128 * high) & 0xFF) << 8 * i;
+            sum += number;
+        }
+        // Of a tile's inputs 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 lie together; two lanes have a tile.
+        upper = by_pairs(upper), lower = by_pairs(lower);
+        if (octet < octets) {
+            int8_t* to = columns + int64_t{2 * blockIdx.x} * padded_in + octet * kOctet;
+            *reinterpret_cast<uint64_t*>(to) = upper;
+            *reinterpret_cast<uint64_t*>(to + padded_in) = lower;
+        }
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+    if (lane == 0) sum_of[warp] = sum;
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        int64_t all = 0;
+        for (int i = 0; i < kTurnThreads / 32; ++i) all += sum_of[i];
+        tokens[blockIdx.x] = {has_weight ? __fmul_rn(largest, 1.0f / kMostTrellisInput) : 0.0f, all};
+    }
+}
+
+// --- the product ---------------------------------------------------------------------------------
+
+[[maybe_unused]] __device__ __forceinline__ void mma_bytes(int32_t (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                           uint32_t b1) {
+    asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, "
+        "%3};"
+        : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// A stage of a warp's ring, in pieces of 16 bytes: weights of four tiles along K, each with those of four along N,
+// then a piece for each column and tile. The tiles along K are shifted against each other, so that eight lanes of a
+// load touch all banks.
+template <int bits>
+__device__ __forceinline__ constexpr int stage_start(int t) {
+    return t * 8 * bits + (bits % 2 ? 2 * t : bits == 2 ? (t & 1) + 4 * (t >> 1) : t);
+}
+
+struct Arguments {
+    const uint32_t* words;
+    const int8_t* columns;
+    int32_t* sums;     // [items, split, count, padded_out]
+    uint32_t* counts;  // of each 128 outputs of an item how many CTAs have theirs there
+    const int32_t* owners;
+    int experts, ctas_of_item, across, down, count, split, steps_of_split;
+    const TrellisToken* tokens;
+    const __half* svh;
+    const void* bias;
+    void* y;
+    int out_features, block;
+    bool bfloat16;
+};
+
+// --- outputs -------------------------------------------------------------------------------------
+
+template <typename T>
+__device__ __forceinline__ void store_output(const Arguments& arguments, int64_t at, int row, float value) {
+    const auto* bias = static_cast<const T*>(arguments.bias);
+    store(static_cast<T*>(arguments.y) + at, bias ? __fadd_rn(value, as_float(bias[row])) : value);
+}
+
+// Four outputs from `row` on of a token of an item; a warp has 128 of them.
+__device__ __forceinline__ void finish_token(const Arguments& arguments, int item, int expert, int of_item, int row) {
+    const int padded_out = arguments.down * kTrellisTile, token = item * (arguments.count / 2) + of_item;
+    int of_upper[4] = {}, of_lower[4] = {};
+    const int64_t begin = int64_t{item} * arguments.split * arguments.count + 2 * of_item;
+    const auto* from = reinterpret_cast<const int4*>(arguments.sums + begin * padded_out + row);
+    for (int part = 0; part < (row < padded_out ? arguments.split : 0); ++part) {
+        const int4 upper = __ldcg(from), lower = __ldcg(from + padded_out / 4);
+        of_upper[0] += upper.x, of_upper[1] += upper.y, of_upper[2] += upper.z, of_upper[3] += upper.w;
+        of_lower[0] += lower.x, of_lower[1] += lower.y, of_lower[2] += lower.z, of_lower[3] += lower.w;
+        from += int64_t{arguments.count} * padded_out / 4;
+    }
+    const TrellisToken own = arguments.tokens[token];
+    constexpr auto kScale = static_cast<int64_t>(kSumScale / kSumUnit),
+                   kZero = static_cast<int64_t>(kSumZero / kSumUnit);
+    float values[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        values[i] = __ll2float_rn(kScale * (int64_t{of_upper[i]} * 128 + of_lower[i]) + kZero * own.sum);
+    }
+    turn_own(values);
+    for (int distance = 1; distance < arguments.block / 4; distance *= 2) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = turned_with_lane(values[i], distance);
+    }
+    const float scale = __fmul_rn(own.scale, kSumUnit / static_cast<float>(arguments.block));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        if (row + i >= arguments.out_features) return;
+        const __half by = arguments.svh[int64_t{expert} * padded_out + row + i];
+        const float value = __fmul_rn(__fmul_rn(values[i], scale), __half2float(by));
+        const int64_t at = int64_t{token} * arguments.out_features + row + i;
+        if (arguments.bfloat16) {
+            store_output<__nv_bfloat16>(arguments, at, row + i, value);
+        } else {
+            store_output<__half>(arguments, at, row + i, value);
+        }
+    }
+}
+
+// --- the kernel ----------------------------------------------------------------------------------
+
+template <int bits, int kGroups>
+__global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGroups))
+    multiply_trellis_kernel(const __grid_constant__ Arguments arguments) {
+    if constexpr (kArch >= 800) {
+        extern __shared__ __align__(128) char smem[];
+        constexpr int kDepth = few_trellis_depth(bits), kPieces = few_trellis_pieces(bits, kGroups);
+        const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
+        const int g = lane / 4, t = lane % 4, count = arguments.count;
+        // An item is a row of an expert, or all tokens of the only weight.
+        int item = 0, expert = 0, cta = static_cast<int>(blockIdx.x);
+        if (kGroups == 1 && arguments.owners) {
+            item = cta / arguments.ctas_of_item, cta %= arguments.ctas_of_item;
+            expert = min(expert_of(arguments.owners, arguments.experts, item), arguments.experts - 1);
+        }
+        const int row_tile = cta / arguments.split * kFewTrellisTiles, part = cta % arguments.split;
+        const char* const all_words = reinterpret_cast<const char*>(arguments.words) +
+                                      int64_t{expert} * arguments.across * arguments.down * (32 * bits);
+        const int steps = (arguments.across + 3) / 4;
+        const int last = min(steps, (part + 1) * arguments.steps_of_split);
+        const int first = part * arguments.steps_of_split + warp;
+        char* const ring = smem + warp * kDepth * kPieces * 16;
+        const int padded_in = arguments.across * kTrellisTile;
+        const auto fetch_weights = [&](int step, char* stage) {
+#pragma unroll
+            for (int i = 0; i < bits; ++i) {
+                const int piece = i * 32 + lane, tile = piece / (8 * bits), unit = piece % (8 * bits);
+                // Beyond the last tile, along K or N, another one is read: its inputs are zeros, or nobody adds its
+                // sums.
+                const int column = min(4 * step + tile, arguments.across - 1);
+                const int row = min(row_tile + unit / (2 * bits), arguments.down - 1);
+                const char* from =
+                    all_words + (int64_t{column} * arguments.down + row) * (32 * bits) + unit % (2 * bits) * 16;
+                cp_async_16(stage + (stage_start<bits>(tile) + unit) * 16, from);
+            }
+        };
+        const auto fetch_inputs = [&](int step, char* stage) {
+#pragma unroll
+            for (int i = 0; i < kGroups; ++i) {
+                const int column = g + 8 * i, tile = 4 * step + t;
+                const bool there = column < count && tile < arguments.across;
+                const int at = (item * count + (there ? column : 0)) * padded_in + (there ? tile : 0) * kTrellisTile;
+                cp_async_16_or_zeros(shared_address(stage + (kPieces - 32 * (kGroups - i) + lane) * 16),
+                                     arguments.columns + at, there);
+            }
+        };
+        // Weights are there already while the kernel before makes inputs.
+#pragma unroll 1
+        for (int i = 0; i < kDepth; ++i) {
+            const int step = first + i * kFewTrellisWarps;
+            if (step < last) fetch_weights(step, ring + i * kPieces * 16);
+        }
+        wait_for_kernel_before();
+        let_next_kernel_start();
+#pragma unroll 1
+        for (int i = 0; i < kDepth; ++i) {
+            const int step = first + i * kFewTrellisWarps;
+            if (step < last) fetch_inputs(step, ring + i * kPieces * 16);
+            cp_async_commit();
+        }
+        int32_t sums[4][kGroups][4] = {};
+        int stage_index = 0;
+#pragma unroll 1
+        for (int step = first; step < last; step += kFewTrellisWarps) {
+            cp_async_wait<kDepth - 1>();
+            __syncwarp();
+            char* const stage = ring + stage_index * kPieces * 16;
+            uint32_t words[4 * bits + 1];
+#pragma unroll
+            for (int i = 0; i < bits; ++i) {
+                const uint4 four = load_shared_16(shared_address(stage + (stage_start<bits>(t) + g * bits + i) * 16));
+                uint32_t* to = words + 1 + 4 * i;
+                to[0] = four.x, to[1] = four.y, to[2] = four.z, to[3] = four.w;
+            }
+            // Two neighbouring groups of lanes have a tile, whose ends meet.
+            words[0] = __shfl_xor_sync(kAllLanes, words[4 * bits], 4);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                uint2 inputs[kGroups];
+#pragma unroll
+                for (int group = 0; group < kGroups; ++group) {
+                    const int piece = kPieces - 32 * (kGroups - group) + lane;
+                    inputs[group] = load_shared_8(shared_address(stage + piece * 16 + half * 8));
+                }
+#pragma unroll
+                for (int i = 2 * half; i < 2 * half + 2; ++i) {  // inputs 2 i, 2 i + 1, 2 i + 8, 2 i + 9
+                    uint32_t x[kGroups][4];
+#pragma unroll
+                    for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+                        for (int j = 0; j < 4; ++j) {
+                            x[group][j] = __byte_perm(i % 2 ? inputs[group].y : inputs[group].x, 0, 0x1111 * j);
+                        }
+                    }
+#pragma unroll
+                    for (int row = 0; row < 4; ++row) {
+                        uint32_t p[8];
+#pragma unroll
+                        for (int j = 0; j < 8; ++j) {
+                            p[j] = window(words, (row * 32 + i * 8 + j + 1) * bits) * code_factor(Code::mul1);
+                        }
+                        const uint32_t a[4] = {p[0], p[4], p[1], p[5]}, b[4] = {p[2], p[6], p[3], p[7]};
+#pragma unroll
+                        for (int group = 0; group < kGroups; ++group) {
+                            mma_bytes(sums[row][group], a, x[group][0], x[group][1]);
+                            mma_bytes(sums[row][group], b, x[group][2], x[group][3]);
+                        }
+                    }
+                }
+            }
+            __syncwarp();  // before the stage is filled again
+            const int next = step + kDepth * kFewTrellisWarps;
+            if (next < last) fetch_weights(next, stage), fetch_inputs(next, stage);
+            cp_async_commit();
+            stage_index = stage_index + 1 == kDepth ? 0 : stage_index + 1;
+        }
+        cp_async_wait<0>();
+        __syncthreads();
+        // The warps' sums meet in shared memory.
+        auto* const all = reinterpret_cast<int32_t*>(smem);
+        const int first_row = 16 * (g / 2) + 4 * (g % 2);
+#pragma unroll
+        for (int group = 0; group < kGroups; ++group) {
+#pragma unroll
+            for (int c = 0; c < 4; ++c) {
+                const int column = 8 * group + 2 * t + c % 2;
+                int32_t* at = all + (warp * 8 * kGroups + column) * kFewTrellisPitch + first_row + 8 * (c / 2);
+                *reinterpret_cast<int4*>(at) =
+                    make_int4(sums[0][group][c], sums[1][group][c], sums[2][group][c], sums[3][group][c]);
+            }
+        }
+        __syncthreads();
+        const int rows = min(kFewTrellisTiles, arguments.down - row_tile) * kTrellisTile;
+        const int padded_out = arguments.down * kTrellisTile, first_output = row_tile * kTrellisTile;
+        for (int i = threadIdx.x; i < 16 * kFewTrellisTiles * count; i += kFewTrellisThreads) {
+            const int row = i % (16 * kFewTrellisTiles), column = i / (16 * kFewTrellisTiles);
+            int32_t sum = 0;
+#pragma unroll
+            for (int w = 0; w < kFewTrellisWarps; ++w) {
+                sum += all[(w * 8 * kGroups + column) * kFewTrellisPitch + row];
+            }
+            const int64_t place = (int64_t{item} * arguments.split + part) * count + column;
+            const int64_t at = place * padded_out + first_output + row;
+            if (row < rows) arguments.sums[at] = sum;
+        }
+        // Whoever is the last of those that have some of 128 outputs turns them.
+        auto& last_one = *reinterpret_cast<bool*>(smem);
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            const int octet = row_tile / 8, octets = (arguments.down + 7) / 8;
+            const int ctas = min(2, (arguments.down - 8 * octet + 3) / 4) * arguments.split;
+            __threadfence();
+            last_one = atomicAdd(arguments.counts + item * octets + octet, 1u) + 1 == static_cast<uint32_t>(ctas);
+            __threadfence();
+        }
+        __syncthreads();
+        if (!last_one) return;
+        for (int token = warp; token < count / 2; token += kFewTrellisWarps) {
+            finish_token(arguments, item, expert, token, row_tile / 8 * 128 + 4 * lane);
+        }
+    }
+}
+
+// run(std::integral_constant<int, groups>)
+template <typename Run>
+cudaError_t dispatch_groups(int groups, const Run& run) {
+    return groups == 1   ? run(std::integral_constant<int, 1>{})
+           : groups == 2 ? run(std::integral_constant<int, 2>{})
+                         : run(std::integral_constant<int, 4>{});
+}
+
+}  // namespace
+
+cudaError_t few_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
+                               int64_t tokens, const FewTrellisPlan& plan, int8_t* columns, TrellisToken* of_tokens,
+                               int32_t* sums, uint32_t* counts, const Gpu& gpu, cudaStream_t stream) {
+    const auto& sides = product.sides;
+    const int64_t items = experts.owners ? tokens : 1;
+    const auto count = static_cast<int>(2 * tokens / items);
+    const auto* suh = reinterpret_cast<const __half*>(sides.suh);
+    cudaError_t error = dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
+        using T = decltype(value);
+        static Launcher turn(turn_kernel<T>, kTurnThreads, 0);
+        return turn.launch_overlapping(gpu, tokens, 1, 0, stream, static_cast<const T*>(product.x), suh,
+                                       experts.owners, experts.count, static_cast<int>(sides.in_features),
+                                       static_cast<int>(sides.padded_in), sides.block, columns, of_tokens, counts,
+                                       static_cast<int>(items * few_trellis_counts(sides.padded_out)));
+    });
+    if (error != cudaSuccess) return error;
+    const Arguments arguments{product.words,
+                              columns,
+                              sums,
+                              counts,
+                              experts.owners,
+                              experts.count,
+                              plan.ctas,
+                              static_cast<int>(product.across),
+                              static_cast<int>(product.down),
+                              count,
+                              plan.split,
+                              plan.steps_of_split,
+                              of_tokens,
+                              reinterpret_cast<const __half*>(sides.svh),
+                              product.bias,
+                              product.y,
+                              static_cast<int>(sides.out_features),
+                              sides.block,
+                              dtype == Dtype::bfloat16};
+    return dispatch_trellis(product.bits, [&](auto width) {
+        return dispatch_groups(few_trellis_groups(count), [&](auto groups) {
+            static Launcher launcher(multiply_trellis_kernel<width(), groups()>, kFewTrellisThreads, kAllShared);
+            return launcher.launch_overlapping(gpu, items * plan.ctas, 1, plan.shared_bytes, stream, arguments);
+        });
+    });
+}
+
+}  // namespace hf_kbit::cuda

@@ -1,0 +1,119 @@
+// How many_tokens.cu divides its work.
+//
+// A unit of work is 128 outputs, a tile of tokens, and a part of K in whole steps of 128 inputs. CTAs take units in
+// turns; of fewer than 256 tokens two groups of warps divide the steps of a unit.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "common/trellis.h"
+#include "kernels/plan.h"
+
+namespace hf_kbit {
+
+// Of a call, at most: above, decoding into memory first is quicker.
+constexpr int kManyTrellisTokens = 1024;
+constexpr int kManyTrellisTiles = 8, kManyTrellisRows = kManyTrellisTiles * kTrellisTile;  // of a unit, along N
+constexpr int kManyTrellisPiece = 64, kManyTrellisStep = 2 * kManyTrellisPiece;            // inputs
+// What outputs of a tile are in memory, between two kernels: float16, where tokens are many and K is long enough for
+// that to cost nothing, else float32.
+constexpr bool many_trellis_halves(int token_tile) { return token_tile == 256; }
+constexpr int many_trellis_sum_bytes(int token_tile) { return many_trellis_halves(token_tile) ? 2 : 4; }
+
+// The sums of 256 tokens leave registers for eight warps only; fewer tokens need more warps to hide what decoding
+// waits for. One more warpgroup brings inputs and weights.
+constexpr int many_trellis_groups(int token_tile) { return token_tile == 256 ? 1 : 2; }
+constexpr int many_trellis_warps(int token_tile) { return 8 * many_trellis_groups(token_tile); }
+constexpr int many_trellis_threads(int token_tile) { return 32 * many_trellis_warps(token_tile) + 128; }
+
+// Shared memory: of each group a ring of stages, each a piece's inputs and words and two barriers. The tiles along K
+// are shifted against each other, by 16 or 32 bytes, so that lanes' words lie in different banks.
+constexpr int many_trellis_input_bytes(int token_tile) { return token_tile * kManyTrellisPiece * 2; }
+constexpr int many_trellis_strip_bytes(int bits) { return kManyTrellisTiles * 32 * bits; }
+constexpr int many_trellis_strip_start(int bits, int strip) {
+    const int shift = bits == 8 ? 16 * (strip % 2 + 4 * (strip / 2)) : 32 * strip;
+    return strip * many_trellis_strip_bytes(bits) + shift;
+}
+constexpr int many_trellis_word_bytes(int bits) { return 4 * many_trellis_strip_bytes(bits) + 128; }
+constexpr int many_trellis_stage_bytes(int bits, int token_tile) {
+    return many_trellis_input_bytes(token_tile) + many_trellis_word_bytes(bits) + 16;
+}
+// Where groups give each other the sums of half of the tokens.
+constexpr int many_trellis_exchange_bytes(int token_tile) {
+    return many_trellis_groups(token_tile) == 1 ? 0 : kManyTrellisRows * token_tile * 4;
+}
+constexpr int kManyTrellisShared = 227 * 1024, kManyTrellisAlign = 1024, kManyTrellisMostStages = 12;
+constexpr int many_trellis_stages(int bits, int token_tile) {
+    const int room = kManyTrellisShared - kManyTrellisAlign - many_trellis_exchange_bytes(token_tile);
+    const int stages = room / (many_trellis_groups(token_tile) * many_trellis_stage_bytes(bits, token_tile));
+    return stages < kManyTrellisMostStages ? stages : kManyTrellisMostStages;
+}
+constexpr int many_trellis_shared_bytes(int bits, int token_tile) {
+    return kManyTrellisAlign + many_trellis_exchange_bytes(token_tile) +
+           many_trellis_groups(token_tile) * many_trellis_stages(bits, token_tile) *
+               many_trellis_stage_bytes(bits, token_tile);
+}
+
+// The most of a call, where the kernels run.
+constexpr int many_trellis_tokens(const Gpu& gpu) {
+    return gpu.arch == 900 && gpu.shared_limit >= kManyTrellisShared ? kManyTrellisTokens : 0;
+}
+
+struct ManyTrellisPlan {
+    int token_tile;
+    int token_tiles;
+    int row_tiles;
+    int split;  // CTAs that divide K
+    int ctas;
+};
+inline std::string to_string(const ManyTrellisPlan& plan) {
+    return print_fields({{"token_tile", plan.token_tile},
+                         {"token_tiles", plan.token_tiles},
+                         {"row_tiles", plan.row_tiles},
+                         {"split", plan.split},
+                         {"ctas", plan.ctas}});
+}
+
+constexpr int many_trellis_steps(int64_t across) {
+    return static_cast<int>(ceil_div(across * kTrellisTile, kManyTrellisStep));
+}
+// Of float16 or float32 alike so many numbers.
+constexpr int64_t many_trellis_sums(const ManyTrellisPlan& plan, int64_t tokens) {
+    return plan.split * tokens * plan.row_tiles * kManyTrellisRows;
+}
+// Columns of the inputs in memory.
+constexpr int64_t many_trellis_width(int64_t padded_in) {
+    return ceil_div(padded_in, kManyTrellisPiece) * kManyTrellisPiece;
+}
+
+// The least time by what was measured on Hopper, in cycles: of a step, and what a unit costs besides; of each further
+// part what it costs to add its sums.
+inline ManyTrellisPlan plan_many_trellis(int64_t across, int64_t down, int64_t tokens, const Gpu& gpu) {
+    const int steps = many_trellis_steps(across);
+    const auto row_tiles = static_cast<int>(ceil_div(down, kManyTrellisTiles));
+    ManyTrellisPlan best{};
+    double best_time = 0;
+    for (int token_tile = 32; token_tile <= 256; token_tile *= 2) {
+        const double step = token_tile == 32 ? 1050 : token_tile == 64 ? 1200 : token_tile == 128 ? 1900 : 2800;
+        const auto token_tiles = static_cast<int>(ceil_div(tokens, token_tile));
+        const int64_t tiles = int64_t{row_tiles} * token_tiles;
+        // Each group has a step of its own.
+        const int most_split = std::clamp(steps / many_trellis_groups(token_tile), 1, 8);
+        for (int split = 1; split <= most_split; ++split) {
+            const int64_t units = tiles * split;
+            const double unit = static_cast<double>(ceil_div(steps, split)) * step + 3000 + 12 * token_tile;
+            const double sums = static_cast<double>(split) * static_cast<double>(tokens * row_tiles) *
+                                (many_trellis_halves(token_tile) ? 0.15 : 0.3);
+            const double time = static_cast<double>(ceil_div(units, gpu.processors)) * unit + sums;
+            if (best.token_tile != 0 && time >= best_time) continue;
+            const auto ctas = static_cast<int>(std::min<int64_t>(units, gpu.processors));
+            best = {token_tile, token_tiles, row_tiles, split, ctas};
+            best_time = time;
+        }
+    }
+    return best;
+}
+
+}  // namespace hf_kbit

@@ -1,0 +1,318 @@
+// What many_tokens.cu multiplies with: turned inputs by a trellis of code mul1, decoded in registers as operand A of
+// wgmma.
+//
+//   inputs  float16 [tokens, width], their columns in the order of lanes
+//   words   32-bit ones [K/16, N/16, 8 * bits]
+//   sums    float16 or float32 [split, tokens, 128 * row_tiles], of each 16 rows 0, 8, 1, 9, ..., 7, 15
+//
+// A warp decodes 16 rows, a piece of 64 columns at a time, four tiles: lane 4 g + t takes of tile t the weights of
+// rows g and g + 8, which are `bits` words of its stream, and the last of those of lane 4 (g - 1) + t for the windows
+// that begin there. So in step m of wgmma lane t has columns 16 t + 2 m, + 1, + 8 and + 9 of a piece where the
+// instruction wants places 2 t, + 1, + 8 and + 9: `turn` puts them there.
+//
+// dp4a makes 1024 + s as float16 of a product's four bytes, whose sum is s, a permute packs two, and one HFMA2 makes
+// them the weights, to the bit.
+//
+// One lane of each group brings a piece's inputs, a box of a tensor map, and its words, a strip for each tile along K:
+// those of the first stages before the kernel before has ended. Beyond the last strip or row of tiles old words stay
+// where they are: any words are finite weights, whose inputs are zeros, or whose sums nobody reads. The tensor cores
+// work on a piece while the next one is decoded, but of 128 tokens, where registers are short, while others decode.
+#pragma once
+
+#include "kernels/dispatch.h"
+#include "kernels/hopper/tensor_map.h"
+#include "kernels/hopper/wgmma.cuh"
+#include "kernels/kernels.h"
+#include "kernels/launch.h"
+#include "kernels/ptx.cuh"
+#include "kernels/trellis/many_plan.h"
+#include "kernels/trellis/values.cuh"
+
+namespace hf_kbit::cuda {
+
+struct ManyTrellisArguments {
+    const uint32_t* words;
+    void* sums;
+    int tokens, across, down, steps, token_tiles, row_tiles, split, units;
+    float unit;  // of sums in float16
+};
+
+// What a CTA does, in its two roles: bring, and decode and multiply.
+template <int bits, int kTokens>
+struct ManyTrellisCta {
+    static constexpr int kGroups = many_trellis_groups(kTokens), kWarps = many_trellis_warps(kTokens);
+    static constexpr int kStages = many_trellis_stages(bits, kTokens);
+    static constexpr int kInputBytes = many_trellis_input_bytes(kTokens), kWordBytes = many_trellis_word_bytes(bits);
+    static constexpr int kDecoderRegisters = kGroups == 1 ? 232 : 112, kBringerRegisters = kGroups == 1 ? 40 : 32;
+    static constexpr bool kHalves = many_trellis_halves(kTokens);
+    static constexpr int kSums = kTokens / 2, kPending = kTokens == 128 ? 0 : 1;
+    static_assert(kStages >= 3);
+
+    const ManyTrellisArguments& arguments;
+    const uint32_t inputs, exchange, words, full, empty;
+
+    __device__ __forceinline__ ManyTrellisCta(const ManyTrellisArguments& arguments, uint32_t begin)
+        : arguments(arguments),
+          inputs(begin),
+          exchange(inputs + kGroups * kStages * kInputBytes),
+          words(exchange + many_trellis_exchange_bytes(kTokens)),
+          full(words + kGroups * kStages * kWordBytes),
+          empty(full + kGroups * kStages * 8) {}
+
+    __device__ __forceinline__ void init_barriers() const {
+        for (int i = 0; i < kGroups * kStages; ++i) {
+            init_barrier(full + 8 * i, 1);
+            init_barrier(empty + 8 * i, kWarps / kGroups);
+        }
+        fence_barriers();
+    }
+
+    // A unit, of which a group has so many pieces.
+    struct Unit {
+        int row_tile, token, part, piece, pieces;
+    };
+    __device__ __forceinline__ Unit unit_of(int number, int group) const {
+        const int part = number % arguments.split, tile = number / arguments.split;
+        const int first = arguments.steps * part / arguments.split;
+        const int steps = arguments.steps * (part + 1) / arguments.split - first;
+        // Of a single step the second group has the next one, beyond K, whose inputs are zeros.
+        const int of_first = (steps + kGroups - 1) / kGroups, own = group == 0 ? of_first : max(1, steps - of_first);
+        return {tile / arguments.token_tiles, tile % arguments.token_tiles * kTokens, part,
+                2 * (first + group * of_first), 2 * own};
+    }
+    static __device__ __forceinline__ void advance(int& stage, int& phase) {
+        if (++stage == kStages) {
+            stage = 0;
+            phase ^= 1;
+        }
+    }
+
+    // --- who brings ---
+
+    __device__ __forceinline__ void bring_words(const Unit& unit, int piece, int at) const {
+        constexpr int kTileBytes = 32 * bits;
+        const int bytes = min(kManyTrellisTiles, arguments.down - unit.row_tile * kManyTrellisTiles) * kTileBytes;
+        const int strip = 4 * piece, strips = max(0, min(4, arguments.across - strip));
+        expect_bytes(full + 8 * at, kInputBytes + strips * bytes);
+        const char* from = reinterpret_cast<const char*>(arguments.words) +
+                           (int64_t{strip} * arguments.down + unit.row_tile * kManyTrellisTiles) * kTileBytes;
+#pragma unroll
+        for (int i = 0; i < 4; ++i, from += int64_t{arguments.down} * kTileBytes) {
+            if (i < strips) {
+                const uint32_t to = words + at * kWordBytes + many_trellis_strip_start(bits, i);
+                bulk_copy(to, from, bytes, full + 8 * at);
+            }
+        }
+    }
+    __device__ __forceinline__ void bring_inputs(const CUtensorMap& map, const Unit& unit, int piece, int at) const {
+        bulk_copy_box(inputs + at * kInputBytes, &map, piece * kManyTrellisPiece, unit.token, full + 8 * at);
+    }
+
+    __device__ __forceinline__ void bring(const CUtensorMap& map, int group) const {
+        const int first_stage = group * kStages;
+        Unit unit = unit_of(blockIdx.x, group);
+        const int early = min(kStages, unit.pieces);
+        for (int i = 0; i < early; ++i) bring_words(unit, unit.piece + i, first_stage + i);
+        wait_for_kernel_before();
+        for (int i = 0; i < early; ++i) bring_inputs(map, unit, unit.piece + i, first_stage + i);
+        int stage = early % kStages, phase = early / kStages, done = early;
+        for (int number = blockIdx.x; number < arguments.units; number += gridDim.x, done = 0) {
+            unit = unit_of(number, group);
+            for (int i = done; i < unit.pieces; ++i) {
+                const int at = first_stage + stage;
+                wait_barrier(empty + 8 * at, phase ^ 1);
+                bring_words(unit, unit.piece + i, at);
+                bring_inputs(map, unit, unit.piece + i, at);
+                advance(stage, phase);
+            }
+        }
+    }
+
+    // --- who decodes and multiplies ---
+
+    // A lane's words from the one before them on.
+    static __device__ __forceinline__ void load_words(uint32_t from, int lane, uint32_t (&to)[bits + 1]) {
+        if constexpr (bits % 4 == 0) {
+#pragma unroll
+            for (int i = 0; i < bits; i += 4) {
+                const uint4 four = load_shared_16(from + 4 * i);
+                to[i + 1] = four.x, to[i + 2] = four.y, to[i + 3] = four.z, to[i + 4] = four.w;
+            }
+        } else if constexpr (bits % 2 == 0) {
+#pragma unroll
+            for (int i = 0; i < bits; i += 2) {
+                const uint2 two = load_shared_8(from + 4 * i);
+                to[i + 1] = two.x, to[i + 2] = two.y;
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < bits; ++i) to[i + 1] = load_shared_4(from + 4 * i);
+        }
+        to[0] = __shfl_sync(0xFFFFFFFF, to[bits], (lane + 28) % 32);
+    }
+
+    __device__ __forceinline__ void multiply(int warp) const {
+        const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
+        const int group = warp / 8, of_group = warp % 8;
+        const uint64_t columns = swizzled_matrix(inputs + group * kStages * kInputBytes);
+        const uint32_t group_full = full + group * kStages * 8, group_empty = empty + group * kStages * 8;
+        const uint32_t of_lane =
+            words + group * kStages * kWordBytes + many_trellis_strip_start(bits, t) + (of_group * 8 + g) * bits * 4;
+        int stage = 0, phase = 0;
+#pragma unroll 1
+        for (int number = blockIdx.x; number < arguments.units; number += gridDim.x) {
+            const int pieces = unit_of(number, group).pieces;
+            float sums[kSums];
+            int last = -1;  // the stage that the tensor cores may still read
+#pragma unroll 1
+            for (int piece = 0; piece < pieces; piece += 2) {
+                // Two at a time have registers of their own for what the tensor cores read meanwhile.
+#pragma unroll
+                for (int half = 0; half < 2; ++half) {
+                    wait_barrier(group_full + 8 * stage, phase);
+                    uint32_t own[bits + 1], a[4][4];
+                    load_words(of_lane + stage * kWordBytes, lane, own);
+                    const auto two_of = [&](int first) {
+                        const __half2 two = two_weights<Code::mul1>(own, first);
+                        return reinterpret_cast<const uint32_t&>(two);
+                    };
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) {
+                        a[m][0] = two_of(8 * m);
+                        a[m][1] = two_of(8 * m + 4);
+                        a[m][2] = two_of(8 * m + 2);
+                        a[m][3] = two_of(8 * m + 6);
+                    }
+                    // In units of 16 bytes; an instruction has 32 bytes of a token.
+                    const uint64_t from = columns + (stage * kInputBytes >> 4);
+                    wgmma_fence();
+#pragma unroll
+                    for (int m = 0; m < 4; ++m) {
+                        wgmma<__half, kTokens>(sums, a[m], from + 2 * m, piece + half + m > 0);
+                    }
+                    wgmma_commit();
+                    wgmma_wait<kPending>();
+                    // Its words are in no queue either: what was made of them has been multiplied.
+                    const int done = kPending == 0 ? stage : last;
+                    if (done >= 0 && lane == 0) arrive(group_empty + 8 * done);
+                    last = stage;
+                    advance(stage, phase);
+                }
+            }
+            if constexpr (kPending > 0) {
+                wgmma_wait<0>();
+                if (lane == 0) arrive(group_empty + 8 * last);
+            }
+#pragma unroll
+            for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
+            const Unit unit = unit_of(number, group);
+            if constexpr (kGroups == 1) {
+                store(sums, unit, of_group, 0);
+            } else {
+                float own[kSums / 2];
+                exchange_halves(sums, own, group, of_group);
+                store(own, unit, of_group, group * (kTokens / 2));
+            }
+        }
+    }
+
+    // Each of two groups completes half of the tokens.
+    __device__ __forceinline__ void exchange_halves(const float (&sums)[kSums], float (&own)[kSums / 2], int group,
+                                                    int of_group) const {
+        const auto place = [&](int owner, int i) {
+            return exchange + (((owner * (kSums / 8) + i / 4) * 8 + of_group) * 32 + lane_id()) * 16;
+        };
+        named_barrier(1, kWarps * 32);  // until nobody reads what was exchanged before
+#pragma unroll
+        for (int i = 0; i < kSums / 2; i += 4) {
+            uint32_t given[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const float lower = sums[i + j], upper = sums[kSums / 2 + i + j];
+                own[i + j] = group == 0 ? lower : upper;
+                given[j] = __float_as_uint(group == 0 ? upper : lower);
+            }
+            store_shared_16(place(1 - group, i), make_uint4(given[0], given[1], given[2], given[3]));
+        }
+        named_barrier(1, kWarps * 32);
+#pragma unroll
+        for (int i = 0; i < kSums / 2; i += 4) {
+            const uint4 four = load_shared_16(place(group, i));
+            own[i] += __uint_as_float(four.x), own[i + 1] += __uint_as_float(four.y);
+            own[i + 2] += __uint_as_float(four.z), own[i + 3] += __uint_as_float(four.w);
+        }
+    }
+
+    // Rows g and g + 8 lie side by side: whole sectors of a token.
+    template <int count>
+    __device__ __forceinline__ void store(const float (&sums)[count], const Unit& unit, int of_group,
+                                          int first) const {
+        using Two = std::conditional_t<kHalves, __half2, float2>;
+        const int lane = lane_id(), g = lane / 4, t = lane % 4;
+        const int pairs = arguments.row_tiles * (kManyTrellisRows / 2);  // of a token
+        auto* to = static_cast<Two*>(arguments.sums) + int64_t{unit.part} * arguments.tokens * pairs;
+        int token = unit.token + first + 2 * t;
+        int at = token * pairs + unit.row_tile * (kManyTrellisRows / 2) + of_group * 8 + g;
+#pragma unroll
+        for (int i = 0; i < count; i += 4, token += 8, at += 8 * pairs) {
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                if (token + odd >= arguments.tokens) continue;
+                const float a = sums[i + odd], b = sums[i + 2 + odd];
+                if constexpr (kHalves) {
+                    to[at + odd * pairs] = __floats2half2_rn(a * arguments.unit, b * arguments.unit);
+                } else {
+                    to[at + odd * pairs] = make_float2(a, b);
+                }
+            }
+        }
+    }
+};
+
+template <int bits, int kTokens>
+__global__ void __launch_bounds__(many_trellis_threads(kTokens), 1)
+    multiply_many_kernel(const __grid_constant__ CUtensorMap map,
+                         const __grid_constant__ ManyTrellisArguments arguments) {
+    if constexpr (kHopper) {
+        using Cta = ManyTrellisCta<bits, kTokens>;
+        extern __shared__ __align__(1024) char smem[];
+        constexpr uint32_t kAlign = kManyTrellisAlign;
+        const Cta cta(arguments, (shared_address(smem) + kAlign - 1) / kAlign * kAlign);
+        const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
+        if (threadIdx.x == 0) cta.init_barriers();
+        __syncthreads();
+        if (warp >= Cta::kWarps) {
+            give_registers<Cta::kBringerRegisters>();
+            const int group = warp - Cta::kWarps;
+            if (group < Cta::kGroups && threadIdx.x % 32 == 0) cta.bring(map, group);
+        } else {
+            take_registers<Cta::kDecoderRegisters>();
+            let_next_kernel_start();
+            cta.multiply(warp);
+        }
+    } else {
+        __trap();
+    }
+}
+
+// run(std::integral_constant<int, token_tile>)
+template <int kTokens = 32, typename Run>
+cudaError_t dispatch_many_tile(int token_tile, const Run& run) {
+    if (token_tile == kTokens) return run(std::integral_constant<int, kTokens>{});
+    if constexpr (kTokens < 256) return dispatch_many_tile<2 * kTokens>(token_tile, run);
+    return cudaErrorInvalidValue;
+}
+
+// Overlaps with the kernel before it, which makes the inputs.
+template <int bits>
+cudaError_t multiply_many_trellis(const CUtensorMap& map, const ManyTrellisArguments& arguments,
+                                  const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+    return dispatch_many_tile(plan.token_tile, [&](auto tile) {
+        constexpr int kTokens = tile();
+        static Launcher launcher(multiply_many_kernel<bits, kTokens>, many_trellis_threads(kTokens), kAllShared);
+        return launcher.launch_overlapping(gpu, plan.ctas, 1, many_trellis_shared_bytes(bits, kTokens), stream, map,
+                                           arguments);
+    });
+}
+
+}  // namespace hf_kbit::cuda

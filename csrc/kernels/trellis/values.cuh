@@ -1,0 +1,49 @@
+// What a trellis's stream says, in registers.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "common/trellis.h"
+
+namespace hf_kbit::cuda {
+
+// The 16 bits that end with bit `end` of a stream; words[0] is the word before it. All but the words is known when
+// this is compiled. A shift to the left puts the window at a byte, so one permute takes it out.
+template <int count>
+__device__ __forceinline__ uint32_t window(const uint32_t (&words)[count], int end) {
+    const int half = (end + 15) / 16, from = 16 * half - end, word = half / 2;
+    const uint32_t x = half % 2 ? __byte_perm(words[word + 1], words[word], 0x5432) : words[word];
+    const int shift = (8 - from % 8) % 8;
+    const uint32_t shifted = x << shift;
+    return from + shift == 16  ? __byte_perm(shifted, 0, 0x4432)
+           : from + shift == 8 ? __byte_perm(shifted, 0, 0x4421)
+                               : __byte_perm(shifted, 0, 0x4410);
+}
+
+// Weights of two windows.
+template <Code code>
+__device__ __forceinline__ __half2 two_values(uint32_t first, uint32_t second) {
+    const uint32_t a = first * code_factor(code) + code_added(code), b = second * code_factor(code) + code_added(code);
+    if constexpr (code == Code::mul1) {
+        // As float16, 0x6400 more than a whole number below 1024 is 1024 more than it.
+        const uint32_t sums = __byte_perm(__dp4a(a, 0x01010101u, 0x6400u), __dp4a(b, 0x01010101u, 0x6400u), 0x5410);
+        const uint32_t scale = 0x1EEE1EEEu, shift = 0xC931C931u;
+        return __hfma2(reinterpret_cast<const __half2&>(sums), reinterpret_cast<const __half2&>(scale),
+                       reinterpret_cast<const __half2&>(shift));
+    } else {
+        const uint32_t halves_a = a & kHalvesMask ^ kHalvesFlipped, halves_b = b & kHalvesMask ^ kHalvesFlipped;
+        const uint32_t low = __byte_perm(halves_a, halves_b, 0x5410), high = __byte_perm(halves_a, halves_b, 0x7632);
+        return __hadd2(reinterpret_cast<const __half2&>(low), reinterpret_cast<const __half2&>(high));
+    }
+}
+
+// Weights `first` and `first` + 1 of words behind the one before them.
+template <Code code, int count>
+__device__ __forceinline__ __half2 two_weights(const uint32_t (&words)[count], int first) {
+    constexpr int bits = count - 1;
+    return two_values<code>(window(words, (first + 1) * bits), window(words, (first + 2) * bits));
+}
+
+}  // namespace hf_kbit::cuda
