@@ -18,7 +18,7 @@ that a kernel of its own rounds to FP8 or int8. --plot needs matplotlib.
 --gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so. With
 --rotated weights have column scales and a rotation, of which the lines tell the cost, beside the same weight without:
 ``plain_us``, measured in turn. Where the GPU has a kernel for 8-bit inputs, lines with ``inputs`` are of
-products that ask for them; up to 64 tokens these are 16-bit inputs' own.
+products that ask for them; up to 64 tokens these are 16-bit inputs' own. Lines with ``weight`` are of trellises.
 
 --against prints what has become slower since the lines of a file were measured, by more than ``NOISE``: of the ratios
 of times, each over the median of cuBLAS's ratios, by which the machines differ. If there is any, the exit status is 1.
@@ -37,6 +37,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from ops import trellis_of
 from timing import (
     Report,
     copies,
@@ -130,7 +131,17 @@ def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
         sides["int8"] = [
             lambda x, w=w, s=s, c=c: OPS.gemm_int8(x, w, s, codebook, None, n, c, inverses) for w, s, c in sets
         ]
-    return sides, size
+    return sides | {"trellis": trellis_kernels(n, k, bits, gradient)}, size
+
+
+def trellis_kernels(n: int, k: int, bits: int, gradient: bool):
+    def on_gpu():
+        return [value.cuda() if torch.is_tensor(value) else value for value in trellis_of(n, k, bits)]
+
+    sets = [on_gpu() for _ in range(copies(n * k * bits // 8))]
+    if gradient:
+        return [lambda x, how=how: OPS.gemm_trellis_gradient(x, *how) for how in sets]
+    return [lambda x, how=how: OPS.gemm_trellis(x, None, *how) for how in sets]
 
 
 # --- peers ----------------------------------------------------------------------------------------
@@ -285,6 +296,8 @@ def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
             elif ("plain", bits) in us:
                 speed["plain_us"] = us["plain", bits]
             emit(bits=bits, **speed, **result)
+        elif side == "trellis":
+            emit(bits=bits, weight="trellis", **result)
         elif side != "plain":
             emit(bits=bits, peer=side, version=versions[side], **result)
 
@@ -301,7 +314,7 @@ def slower(lines: list[dict], before: list[dict]) -> list[tuple[dict, float]]:
     """
 
     def cells(lines):  # where a file holds several runs, the last one counts
-        names = "shape", "dtype", "tokens", "bits", "of", "transform", "inputs"
+        names = "shape", "dtype", "tokens", "bits", "of", "transform", "inputs", "weight"
         return {tuple(line.get(name) for name in names): line for line in lines if "peer" not in line}
 
     ours, theirs = cells(lines), cells(before)
@@ -320,6 +333,7 @@ COLOURS = {2: "#1b9e77", 3: "#d95f02", 4: "#7570b3", 5: "#e7298a"}
 STYLES = {
     "hf_kbit": "-",
     "hf_kbit, 8-bit inputs": "-.",
+    "hf_kbit, trellis": (0, (3, 1, 1, 1)),
     "humming": "--",
     "humming-fp8": (0, (5, 1, 1, 1)),
     "humming-int8": (0, (8, 2)),
@@ -356,7 +370,8 @@ def plot(lines, file: str) -> None:
 def panel(axis, shape: str, lines) -> None:
     curves = {}
     for line in lines:  # where a file holds several runs, the last one counts
-        name = line.get("peer", "hf_kbit" + ", 8-bit inputs" * ("inputs" in line))
+        kind = ", 8-bit inputs" if "inputs" in line else ", trellis" if "weight" in line else ""
+        name = line.get("peer", "hf_kbit" + kind)
         curves.setdefault((name, line["bits"]), {})[line["tokens"]] = line["speedup"]
     for (name, bits), points in sorted(curves.items(), key=lambda item: (list(STYLES).index(item[0][0]), item[0][1])):
         tokens = sorted(points)

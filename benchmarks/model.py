@@ -2,8 +2,8 @@
 
     python benchmarks/model.py [--shape llama-3-8b] [--model-layers 32] [--bits 2,3,4,5] [--batches 1,4,16]
                                [--prefill 128,512,2048] [--modes eager,compiled,hf_kbit.fast_generate]
-                               [--inputs int8] [--peers bitsandbytes] [--json results.jsonl] [--plot model.png]
-                               [--table]
+                               [--inputs int8] [--trellis] [--peers bitsandbytes] [--json results.jsonl]
+                               [--plot model.png] [--table]
     python benchmarks/model.py --shape qwen3-30b-a3b --model-layers 12  # a mixture; gpt-oss-20b is another
     python benchmarks/model.py --from results.jsonl [--plot model.png] [--table]
 
@@ -20,7 +20,8 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
 
 A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
 bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --inputs int8 measures each width once more, with
-8-bit inputs. --plot needs matplotlib; --table prints a table in Markdown for docs/lab.
+8-bit inputs, and --trellis with a trellis, which takes half a minute for a billion weights. --plot needs matplotlib;
+--table prints a table in Markdown for docs/lab.
 """
 
 import argparse
@@ -150,7 +151,8 @@ def measure_model(folder: str, config, batches, lengths, modes, emit) -> None:
 # --- the run --------------------------------------------------------------------------------------
 
 DENSE = {"name": "bf16", "bits": 16}
-INT8 = "hf_kbit, 8-bit inputs"
+INT8, TRELLIS = "hf_kbit, 8-bit inputs", "hf_kbit, trellis"
+KINDS = {"hf_kbit": {}, INT8: {"inputs": "int8"}, TRELLIS: {"codebook": "trellis"}}  # arguments of KbitConfig
 
 
 def bitsandbytes_config() -> BitsAndBytesConfig:
@@ -162,7 +164,7 @@ def bitsandbytes_config() -> BitsAndBytesConfig:
 PEERS = {"bitsandbytes": bitsandbytes_config}
 
 
-def measure(shape: str, layers: int, widths, inputs, batches, lengths, modes, peers: dict[str, str], emit) -> None:
+def measure(shape: str, layers: int, widths, kinds, batches, lengths, modes, peers: dict[str, str], emit) -> None:
     """Calls ``emit`` with each measurement, those of bf16 first."""
     linear = nn.Linear(HOST_SIZE, HOST_SIZE, bias=False, device="cuda", dtype=torch.bfloat16)
     emit(DENSE, {"what": "host"}, {"us": host_us(linear)})
@@ -175,10 +177,9 @@ def measure(shape: str, layers: int, widths, inputs, batches, lengths, modes, pe
         for file in Path(folder).iterdir():
             file.read_bytes()  # puts it into the page cache, which the first model to load would do else
         measure_model(folder, None, batches, lengths, modes, partial(emit, DENSE))
-        for bits, its_inputs in itertools.product(widths, inputs):
-            way = {"name": "hf_kbit" if its_inputs is None else INT8, "bits": bits}
-            config = hf_kbit.KbitConfig(bits=bits, inputs=its_inputs)
-            measure_model(folder, config, batches, lengths, modes, partial(emit, way))
+        for bits, kind in itertools.product(widths, kinds):
+            config = hf_kbit.KbitConfig(bits=bits, **KINDS[kind])
+            measure_model(folder, config, batches, lengths, modes, partial(emit, {"name": kind, "bits": bits}))
         for peer, version in peers.items():
             way = {"name": peer, "bits": 4, "version": version}
             try:
@@ -193,6 +194,7 @@ OTHERS = {
     "bf16": {"color": "#555555", "label": "bf16"},
     "bitsandbytes": {"color": "#bbbbbb", "label": "bitsandbytes, NF4"},
 }
+HATCHES = {INT8: "//", TRELLIS: ".."}
 
 
 def plot(lines, file: str) -> None:
@@ -236,7 +238,7 @@ def bars(axis, lines, key: str) -> None:
     for place, ((name, bits), ms) in enumerate(models.items()):
         middles = [group + (place - (len(models) - 1) / 2) * width for group in range(len(groups))]
         style = OTHERS.get(name) or {"color": COLOURS[bits], "label": f"{name}, {bits} bits"}
-        style |= {"hatch": "//"} if name == INT8 else {}
+        style |= {"hatch": HATCHES[name]} if name in HATCHES else {}
         drawn = axis.bar(middles, [ms.get(group, math.nan) for group in groups], width, **style)
         axis.bar_label(drawn, fmt="%.3g", fontsize=7, rotation=90, padding=2)
     axis.set_xticks(range(len(groups)), groups)
@@ -258,6 +260,7 @@ def tables(lines: list[dict]) -> str:
 
 def table(lines: list[dict]) -> str:
     labels = {"bf16": "16 bits", "hf_kbit": "{bits} bits", INT8: "{bits} bits, 8-bit inputs"}
+    labels[TRELLIS] = "{bits} bits, trellis"
     cells, models = {}, {}
     for line in lines:  # where a file holds several runs, the last one counts
         models[line["name"], line["bits"]] = labels.get(line["name"], line["name"]).format(**line)
@@ -293,6 +296,7 @@ def command_line():
     parser.add_argument("--prefill", type=numbers, default=[128, 512, 2048], help="tokens")
     parser.add_argument("--modes", type=some_of(MODES), default=MODES, help="of decoding")
     parser.add_argument("--inputs", choices=["int8"], help="measure each width with 8-bit inputs as well")
+    parser.add_argument("--trellis", action="store_true", help="measure each width with a trellis as well")
     parser.add_argument("--table", action="store_true", help="print tables at the end")
     return parse(parser, PEERS, uses=("plot", "table"))
 
@@ -309,9 +313,9 @@ def run(arguments) -> list[dict]:
         lines.append({**report.context, **entry})
 
     peers = find_peers(arguments.peers)
-    inputs = dict.fromkeys([None, arguments.inputs])
+    kinds = ["hf_kbit", *([INT8] if arguments.inputs else []), *([TRELLIS] if arguments.trellis else [])]
     where = arguments.batches, arguments.prefill, arguments.modes
-    measure(shape, layers, arguments.bits, inputs, *where, peers, emit)
+    measure(shape, layers, arguments.bits, kinds, *where, peers, emit)
     return lines
 
 
