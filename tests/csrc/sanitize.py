@@ -143,6 +143,22 @@ def trellises() -> None:
             run(OPS.decode_trellis, words, code, dtype)
         run(OPS.encode_trellis, torch.randn(3, 256), bits, 3)
     run(OPS.encode_trellis, torch.randn(300, 256), 8, 1)
+    for bits, ((rows, width), block) in itertools.product(trellis.BITS, (((226, 1000), 32), ((300, 900), 128))):
+        how, sides = trellis_operands((3, rows, width), bits, block), [[rows, width], block]
+        one = [each[0] for each in how]
+        for tokens, dtype in itertools.product((1, 7, 16, 17, 70, 300), HALVES):
+            x, bias = torch.randn(tokens, width).to(dtype), torch.randn(rows).to(dtype)
+            run(OPS.gemm_trellis_few if tokens <= 16 else OPS.gemm_trellis_many, x, bias, *one, *sides)
+        run(OPS.gemm_trellis_rows, x[:5], torch.tensor([0, 0, 2, 1, 3], dtype=torch.int32), *how, *sides)
+        for code in trellis.CODES if block == 128 else ():
+            run(OPS.dense_trellis, *how, [rows, width], code, dtype)
+
+
+def trellis_operands(shape: tuple, bits: int, block: int) -> list[torch.Tensor]:
+    layout = trellis.TrellisDecoding(bits, block=block).layout(shape).values()
+    (_, tiles), (_, inputs), (_, outputs) = layout
+    words = torch.randint(-(2**15), 2**15, tiles).short().transpose(-3, -2)
+    return [words, torch.randn(inputs).half(), torch.randn(outputs).half()]
 
 
 def main() -> None:
