@@ -145,13 +145,15 @@ struct TrellisProduct {
         const bool native = dtype == Dtype::bfloat16 && has_bfloat16_arithmetic();
         const bool registers = native && cpu::has_trellis_tiles();
         const bool whole = dtype != Dtype::float32 && tiles.code == Code::mul1;
+        // Both ways of few tokens add up each token's sums in one order, however many there are.
+        const bool any_number = batch_invariant();
         if (dtype == Dtype::float64) {
             in_float64();
-        } else if (whole && tokens <= (registers || !has_vectors ? 4 : native ? 16 : 32)) {
+        } else if (whole && (any_number || tokens <= (registers || !has_vectors ? 4 : native ? 16 : 32))) {
             in_whole_numbers();
-        } else if (registers && tokens > 1 && tokens <= cpu::kMostTileTokens) {
+        } else if (registers && tokens > 1 && tokens <= cpu::kMostTileTokens && !any_number) {
             by_tile_registers();
-        } else if (tokens <= (has_vectors ? 16 : 4)) {
+        } else if (any_number || tokens <= (has_vectors ? 16 : 4)) {
             by_few();
         } else {
             in_slices(native ? dtype : Dtype::float32);

@@ -36,26 +36,36 @@ from hf_kbit.ops.table import LIBRARY
 
 OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
+# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts.
+MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS = 2**15, 16, 2**12
 
 
 def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
     """``x @ W.T + bias``, x floating ``[*, K]``; differentiable in x and bias."""
-    _check_can_multiply()
+    _check_can_multiply(x, shape, code)
     how = words, suh, svh, list(shape), code, block
     return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
 
 
 def experts_product(x, bias, rows, offsets, words, suh, svh, shape, code: str, block: int, swiglu: bool):
     """As ``ops.gemm_experts``."""
-    _check_can_multiply()
+    _check_can_multiply(x, shape, code)
     return OPS.gemm_experts_trellis(x, bias, rows, offsets, words, suh, svh, list(shape), code, block, swiglu)
 
 
-def _check_can_multiply() -> None:
-    if native.batch_invariant:
+def _check_can_multiply(x: torch.Tensor, shape: Sequence[int], code: str) -> None:
+    if not native.batch_invariant:
+        return
+    if x.is_cuda:
+        fits = code == "mul1" and shape[1] <= MOST_IN_WHOLE_NUMBERS and _is_half_on_gpu(x)
+    else:
+        fits = x.is_cpu and x.dtype != torch.float64 and native.library("cpu").loaded
+    if not fits:
         raise ValueError(
-            "set_batch_invariant: found a weight that has a trellis, whose product torch adds up in an order of its "
-            "own, expected scalar weights"
+            f"set_batch_invariant: found a product of {x.dtype} on {x.device.type} by {shape[1]:,} columns of a "
+            f"trellis of code {code!r}, expected hf_kbit's library and, on a CPU, float32, float16 or bfloat16, on a "
+            f"GPU of compute capability 8.0 or newer, float16 or bfloat16, code 'mul1' and at most "
+            f"{MOST_IN_WHOLE_NUMBERS:,} columns"
         )
 
 
@@ -123,16 +133,22 @@ def _kernel_for(x: torch.Tensor, rows: int) -> Callable | None:
         return None
     width = x.shape[-1]
     tokens = x.numel() // width
-    if tokens <= 16:
-        return OPS.gemm_trellis_few if width <= 2**15 else None
+    if tokens <= MOST_FEW_TOKENS or native.batch_invariant:
+        return _few if width <= MOST_IN_WHOLE_NUMBERS else None
     fits = tokens <= native.many_trellis_tokens(x.device) and max(width, rows) <= 2**27
     return OPS.gemm_trellis_many if fits else None
 
 
+def _few(x, bias, *how) -> torch.Tensor:
+    parts = [OPS.gemm_trellis_few(part, bias, *how) for part in x.reshape(-1, x.shape[-1]).split(MOST_FEW_TOKENS)]
+    return torch.cat(parts).view(*x.shape[:-1], -1) if len(parts) > 1 else parts[0].view(*x.shape[:-1], -1)
+
+
 def _reads_few_experts(x: torch.Tensor, experts: int) -> bool:
-    """Whether rows of experts are so few that each reads the weight that it has."""
+    """Whether each row of experts reads the weight that it has, as rows are few."""
     rows, width = x.shape
-    return 0 < rows <= min(2 * experts, 2**12) and width <= 2**15 and _is_half_on_gpu(x)
+    few = rows <= min(2 * experts, MOST_FEW_ROWS) or native.batch_invariant
+    return few and rows > 0 and width <= MOST_IN_WHOLE_NUMBERS and _is_half_on_gpu(x)
 
 
 def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
@@ -239,10 +255,9 @@ def _of_experts(x, first, words, second, offsets, code: str, block: int, size: i
     groups = words.shape[1]
     if forward and code == "mul1" and _reads_few_experts(x, len(words)):
         owners = owners_of(len(x), offsets)[:, None] * groups + torch.arange(groups, device=x.device)
-        tensors = (each.flatten(0, 1) for each in (words, first, second))
-        rows = x.repeat_interleave(groups, 0)
-        y = OPS.gemm_trellis_rows(rows, owners.flatten().int(), *tensors, [size // groups, x.shape[1]], block)
-        return y.view(len(x), size)
+        how = *(each.flatten(0, 1) for each in (words, first, second)), [size // groups, x.shape[1]], block
+        rows = x.repeat_interleave(groups, 0).split(MOST_FEW_ROWS), owners.flatten().int().split(MOST_FEW_ROWS)
+        return torch.cat([OPS.gemm_trellis_rows(*some, *how) for some in zip(*rows, strict=True)]).view(len(x), size)
     parts = [x] * groups if forward else x.chunk(groups, -1)
     made = []
     for group, part in enumerate(parts):

@@ -332,14 +332,46 @@ def test_ops_are_ops(op):
     torch.library.opcheck(getattr(OPS, op), calls[op])
 
 
-def test_batches_that_must_not_count_are_refused():
-    packed = weight(*SETTINGS["padded"])
+@pytest.fixture
+def batch_invariant():
     hf_kbit.set_batch_invariant(True)
-    try:
-        with pytest.raises(ValueError, match="set_batch_invariant: found a weight that has a trellis"):
-            F.linear(torch.randn(1, 72), packed)
-    finally:
-        hf_kbit.set_batch_invariant(False)
+    yield
+    hf_kbit.set_batch_invariant(False)
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
+def test_a_token_has_its_bits_in_any_batch(code, dtype, device, batch_invariant):
+    packed = weight(TrellisDecoding(3, code, block=64), 200, 1090).moved(device)
+    x, bias = torch.randn(600, 1090, device=device).to(dtype), torch.randn(200, device=device).to(dtype)
+    if device != "cpu" and (code != "mul1" or dtype == torch.float32):
+        with pytest.raises(ValueError, match=r"set_batch_invariant: found a product of .* on cuda by 1,090 columns"):
+            F.linear(x, packed)
+        return
+    alone = torch.cat([F.linear(row[None], packed, bias) for row in x[:40]])
+    for tokens in (2, 3, 16, 17, 33, 300, 600):
+        assert torch.equal(F.linear(x[:tokens], packed, bias)[:40], alone[:tokens])
+    assert near(F.linear(x, packed, bias), x.double() @ packed.dequantize(torch.float64).T + bias.double(), dtype)
+
+
+@needs_library
+@pytest.mark.parametrize("stacked", [1, 2])
+def test_a_row_of_experts_has_its_bits_in_any_batch(stacked, device, batch_invariant):
+    packed, rows, offsets = (each.to(device) for each in of_experts(stacked))
+    x = torch.randn(9, 64, device=device).bfloat16()
+    y = ops.experts_product(x, None, rows, offsets, *operands(packed), False)
+    for row, expert in ((1, 0), (4, 2), (8, 3)):
+        alone = offsets.clone()
+        alone[: expert + 1], alone[expert + 1 :] = 0, 1
+        assert torch.equal(ops.experts_product(x, None, rows[row, None], alone, *operands(packed), False)[0], y[row])
+
+
+def test_what_counts_in_a_batch_is_refused(batch_invariant):
+    with pytest.raises(
+        ValueError, match=r"^set_batch_invariant: found a product of torch\.float64 on cpu by 72 columns"
+    ):
+        F.linear(torch.randn(1, 72).double(), weight(*SETTINGS["padded"]))
 
 
 # --- the weight as one value ----------------------------------------------------------------------
