@@ -148,6 +148,7 @@ struct TrellisProduct {
         // Both ways of few tokens add up each token's sums in one order, however many there are.
         const bool any_number = batch_invariant();
         if (dtype == Dtype::float64) {
+            if (any_number) refuse("set_batch_invariant", "a product in float64", "float32, float16 or bfloat16");
             in_float64();
         } else if (whole && (any_number || tokens <= (registers || !has_vectors ? 4 : native ? 16 : 32))) {
             in_whole_numbers();

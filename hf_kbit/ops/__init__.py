@@ -380,7 +380,8 @@ def set_batch_invariant(enabled: bool) -> None:
     batch-invariant by themselves.
 
     It takes float32, float16 or bfloat16 on a CPU with our library; on a GPU float16 or bfloat16, weights in tiles, as
-    layers hold them there, and compute capability 8.0 or newer. Results differ from one GPU or CPU to another.
+    layers hold them there, or a trellis of code ``mul1``, and compute capability 8.0 or newer. Results of others than
+    such trellises differ from one GPU or CPU to another.
 
     Raises:
         TypeError: ``enabled`` is not a bool. Products raise ValueError or RuntimeError where there is no such product.

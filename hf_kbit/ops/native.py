@@ -129,6 +129,13 @@ def group_limits() -> tuple[int, int]:
 
 
 @functools.cache
+def cuda_arch(device: torch.device) -> int:
+    """The compute capability that the code was built for that a GPU runs, 800 for 8.0; 0 without CUDA library."""
+    with torch.cuda.device(device):
+        return _cuda_number("arch")
+
+
+@functools.cache
 def many_trellis_tokens(device: torch.device) -> int:
     """The most tokens that ``gemm_trellis_many`` takes on a GPU; 0 where there is no kernel for it."""
     with torch.cuda.device(device):

@@ -42,14 +42,12 @@ MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS = 2**15, 16, 2**12
 
 def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
     """``x @ W.T + bias``, x floating ``[*, K]``; differentiable in x and bias."""
-    _check_can_multiply(x, shape, code)
     how = words, suh, svh, list(shape), code, block
     return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
 
 
 def experts_product(x, bias, rows, offsets, words, suh, svh, shape, code: str, block: int, swiglu: bool):
     """As ``ops.gemm_experts``."""
-    _check_can_multiply(x, shape, code)
     return OPS.gemm_experts_trellis(x, bias, rows, offsets, words, suh, svh, list(shape), code, block, swiglu)
 
 
@@ -119,12 +117,7 @@ LIBRARY.define(f"dense_trellis({_SIDES}, str code, ScalarType dtype) -> Tensor")
 
 
 def _is_half_on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and _has_kernels(x.device)
-
-
-@cache
-def _has_kernels(device: torch.device) -> bool:
-    return native.library("cuda").loaded and torch.cuda.get_device_capability(device) >= (8, 0)
+    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and native.cuda_arch(x.device) >= 800
 
 
 def _kernel_for(x: torch.Tensor, rows: int) -> Callable | None:
@@ -194,6 +187,7 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
+    _check_can_multiply(x, shape, code)
     if code == "mul1" and (kernel := _kernel_for(x, shape[0])):
         return kernel(x, bias, words, suh, svh, shape, block)
     if _makes_dense(x, suh, svh, block):
@@ -294,6 +288,7 @@ def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: 
     lambda x, _, rows, __, w, u, v, shape, *___: ((x if rows is None else rows).shape[0], shape[0]),
 )
 def _(x, bias, rows, offsets, words, suh, svh, shape, code, block, swiglu):
+    _check_can_multiply(x, shape, code)
     if swiglu:
         gate, up = x.to(wide(x)).chunk(2, dim=-1)
         x = (F.silu(gate) * up).to(x.dtype)
