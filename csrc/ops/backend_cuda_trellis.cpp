@@ -37,13 +37,25 @@ struct Weight {
     int64_t across, down;
     int bits;
 
-    Weight(const Tensor& words, const Tensor& suh, const Tensor& svh)
+    Weight(const Tensor& words, const Tensor& suh, const Tensor& svh, ShapeRef matrix, int64_t block)
         : tiles(readable(torch::stable::transpose(words, -3, -2))),
           suh(readable(suh)),
           svh(readable(svh)),
           across(words.size(-2)),
           down(words.size(-3)),
-          bits(static_cast<int>(words.size(-1) / kTrellisTile)) {}
+          bits(static_cast<int>(words.size(-1) / kTrellisTile)) {
+        check_side("suh", suh, across, matrix[1], block);
+        check_side("svh", svh, down, matrix[0], block);
+    }
+
+    static void check_side(std::string_view name, const Tensor& scales, int64_t tiles, int64_t features,
+                           int64_t block) {
+        const int64_t padded = kTrellisTile * tiles;
+        if (scales.size(-1) == padded && padded % block == 0 && features <= padded) return;
+        refuse(name, "shape " + to_string(shape_of(scales)),
+               "[*, " + std::to_string(padded) + "], a multiple of " + std::to_string(block) + " and at least " +
+                   std::to_string(features));
+    }
 };
 
 // A product of x by it, with the tensors that own what kernels read and write.
@@ -57,7 +69,7 @@ struct Product {
 
     Product(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
             const Tensor& svh, ShapeRef matrix, int64_t block)
-        : weight(words, suh, svh),
+        : weight(words, suh, svh, matrix, block),
           x(readable(x)),
           bias(bias ? std::optional<Tensor>(readable(*bias)) : std::nullopt),
           tokens(x.numel() / x.size(-1)),
@@ -134,7 +146,7 @@ Tensor dense_trellis(const Tensor& words, const Tensor& suh, const Tensor& svh, 
                      ScalarType dtype) {
     const Dtype out_dtype = float_dtype("dtype", dtype, false);
     const Launch launch(words);
-    const Weight weight(words, suh, svh);
+    const Weight weight(words, suh, svh, matrix, 128);
     const Shape shape = shape_of(words);
     Tensor out = new_tensor(words, concat(Shape(shape.begin(), shape.end() - 3), {matrix[0], matrix[1]}), dtype);
     if (out.numel() > 0) {
