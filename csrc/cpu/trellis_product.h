@@ -187,7 +187,6 @@ static void multiply_few_with(const float* turned, int64_t count, const TrellisT
 // Inputs are rounded to 14 bits of a token's largest, and a weight of mul1 is the sum of four bytes, which its float16
 // value is the nearest one of a multiple of: so a product is a sum of whole numbers, the same in any order, of which
 // nothing is lost. Lanes of 32 bits are added to totals of 64 before they could overflow.
-
 constexpr auto kScaleUnits = static_cast<int64_t>(kSumScale / kSumUnit),
                kZeroUnits = static_cast<int64_t>(kSumZero / kSumUnit);
 constexpr int64_t kFlushedTiles = (int64_t{1} << 31) / (int64_t{kMostSum} * kMostTrellisInput * 2);  // of one part

@@ -82,12 +82,24 @@ struct Product {
                     weight.down,
                     weight.bits,
                     {read<uint16_t>(weight.suh), read<uint16_t>(weight.svh), x.size(-1), matrix[0],
-                     kTrellisTile * weight.across, kTrellisTile * weight.down, static_cast<int>(block)}} {}
+                     kTrellisTile * weight.across, kTrellisTile * weight.down, static_cast<int>(block)}} {
+        if (x.size(-1) != matrix[1]) {
+            refuse("x", "shape " + to_string(shape_of(x)), "[*, " + std::to_string(matrix[1]) + "]");
+        }
+        if (bias && bias->numel() != matrix[0]) {
+            refuse("bias", "shape " + to_string(shape_of(*bias)), "[" + std::to_string(matrix[0]) + "]");
+        }
+    }
+
+    void check_at_most(int64_t most) const {
+        if (tokens > most) refuse("x", std::to_string(tokens) + " rows", "at most " + std::to_string(most));
+    }
 };
 
 Tensor few_tokens(Product product, const cuda::TrellisExperts& experts, const Launch& launch) {
     const Tensor& x = product.x;
     const auto& arguments = product.arguments;
+    product.check_at_most(experts.owners ? kFewTrellisRows : kFewTrellisTokens);
     const int64_t tokens = product.tokens, items = experts.owners ? tokens : 1;
     const FewTrellisPlan plan = plan_few_trellis(items, arguments.across, arguments.down, arguments.bits,
                                                  static_cast<int>(2 * tokens / items), launch.gpu);
@@ -126,6 +138,7 @@ Tensor gemm_trellis_many(const Tensor& x, const std::optional<Tensor>& bias, con
     const Dtype dtype = float_dtype("x", x.scalar_type(), false);
     const Launch launch(x);
     Product product(x, bias, words, suh, svh, matrix, block);
+    product.check_at_most(many_trellis_tokens(launch.gpu));
     const int64_t tokens = product.tokens;
     const ManyTrellisPlan plan =
         plan_many_trellis(product.arguments.across, product.arguments.down, tokens, launch.gpu);

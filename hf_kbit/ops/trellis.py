@@ -1,9 +1,11 @@
-"""Products by a weight that has a trellis: what is between its rotations is decoded, and torch multiplies by it.
+"""Products by a weight that has a trellis.
 
     y = rotate(rotate(x * suh) @ inner.T) * svh + bias
 
-Inputs and outputs are rotated rather than the weight, which is larger. The gradient of x is the same with the two
-sides exchanged. Both decode again, so that no dense weight stays in memory between them.
+On a CPU the op ``gemm_trellis`` is the library's. On a GPU kernels decode in registers where they take x, else torch
+multiplies: by the weight itself, if ``dense_trellis`` makes it, or by what is between the rotations, decoded, with
+inputs and outputs rotated rather than the weight, which is larger. The gradient of x is the same with the two sides
+exchanged. Each decodes again, so that no dense weight stays in memory.
 
 Here ``words`` are int16 ``[*, N / 16, K / 16, 16 * bits]``, any strides: the trellis of a file with its first two
 dimensions exchanged, so that rows come first. ``shape`` is ``(N, K)`` without the padding, ``block`` that of the
@@ -133,8 +135,10 @@ def _kernel_for(x: torch.Tensor, rows: int) -> Callable | None:
 
 
 def _few(x, bias, *how) -> torch.Tensor:
-    parts = [OPS.gemm_trellis_few(part, bias, *how) for part in x.reshape(-1, x.shape[-1]).split(MOST_FEW_TOKENS)]
-    return torch.cat(parts).view(*x.shape[:-1], -1) if len(parts) > 1 else parts[0].view(*x.shape[:-1], -1)
+    parts = x.reshape(-1, x.shape[-1]).split(MOST_FEW_TOKENS)
+    if len(parts) == 1:
+        return OPS.gemm_trellis_few(x, bias, *how)
+    return torch.cat([OPS.gemm_trellis_few(part, bias, *how) for part in parts]).unflatten(0, x.shape[:-1])
 
 
 def _reads_few_experts(x: torch.Tensor, experts: int) -> bool:
@@ -262,13 +266,13 @@ def _of_experts(x, first, words, second, offsets, code: str, block: int, size: i
 
 def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: int, size: int) -> torch.Tensor:
     if x.is_cuda and has_grouped_product(x):  # nothing waits for the GPU, which may be capturing a graph
-        owners = owners_of(len(x), offsets).clamp(max=len(words) - 1)
         if _makes_dense(x, first, second, block):
             suh, svh, shape = (first, second, [size, x.shape[1]]) if forward else (second, first, [x.shape[1], size])
             matrices = OPS.dense_trellis(words, suh, svh, shape, code, x.dtype)
-            return grouped_product(x, matrices=matrices.mT if forward else matrices, bias=None, offsets=offsets)
+            return grouped_product(x, matrices.mT if forward else matrices, None, offsets)
         matrices = _inner(words, code, x.dtype)
         matrices = matrices.mT if forward else matrices
+        owners = owners_of(len(x), offsets).clamp(max=len(words) - 1)
         multiply = partial(grouped_product, matrices=matrices, bias=None, offsets=offsets)
         return _multiplied(x, first[owners], multiply, second[owners], block, size)
     parts, numbers = [], offsets.tolist()

@@ -5,12 +5,10 @@
 // A CTA has a block of 128 x 128. A warp decodes 16 of its rows and again 16: lane 4 g + t takes of four tiles along K
 // from tile t the weights of rows g and g + 8, `bits` words of its stream. What lies in other lanes of a quad meets by
 // shuffles, other rows in shared memory. Arithmetic is float16, whose sums stay below 56,800.
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
+#include "kernels/trellis/turn.cuh"
 #include "kernels/trellis/values.cuh"
 
 namespace hf_kbit::cuda {
@@ -30,28 +28,6 @@ __device__ __forceinline__ void load_words(const uint32_t* from, uint32_t* to) {
 #pragma unroll
         for (int j = 0; j < each; ++j) to[i + j] = reinterpret_cast<const uint32_t*>(&loaded)[j];
     }
-}
-
-template <int count>
-__device__ __forceinline__ void turn_halves(__half2 (&all)[count]) {
-#pragma unroll
-    for (int distance = 1; distance < count; distance *= 2) {
-#pragma unroll
-        for (int i = 0; i < count; ++i) {
-            if (i & distance) continue;
-            const __half2 a = all[i], b = all[i + distance];
-            all[i] = __hadd2(a, b), all[i + distance] = __hsub2(a, b);
-        }
-    }
-}
-
-__device__ __forceinline__ void store(__half* to, float y) { *to = __float2half_rn(y); }
-__device__ __forceinline__ void store(__nv_bfloat16* to, float y) { *to = __float2bfloat16_rn(y); }
-__device__ __forceinline__ void store(__half* to, float2 y) {
-    *reinterpret_cast<__half2*>(to) = __floats2half2_rn(y.x, y.y);
-}
-__device__ __forceinline__ void store(__nv_bfloat16* to, float2 y) {
-    *reinterpret_cast<__nv_bfloat162*>(to) = __floats2bfloat162_rn(y.x, y.y);
 }
 
 template <typename T, int bits, Code code>
@@ -90,7 +66,7 @@ __global__ void __launch_bounds__(kThreads)
     const __half2 first_less = __floats2half2_rn(1, -1);
 #pragma unroll
     for (int i = 0; i < 64; ++i) all[i] = __hfma2(all[i], first_less, __lowhigh2highlow(all[i]));
-    turn_halves(all);
+    turn_own(all);
 #pragma unroll
     for (int distance = 1; distance < 4; distance *= 2) {
         const __half2 sign = __float2half2_rn(t & distance ? -1.0f : 1.0f);
@@ -116,7 +92,7 @@ __global__ void __launch_bounds__(kThreads)
         const auto row_of = [&](int i) { return 64 * w + i / 8 * 16 + 8 * h + i % 8; };
 #pragma unroll
         for (int i = 0; i < 32; ++i) own[i] = room[row_of(i) * (kBlock / 2) + (pair ^ i % 8)];
-        turn_halves(own);
+        turn_own(own);
 #pragma unroll
         for (int i = 0; i < 32; ++i) {
             const int64_t row = int64_t{block_down} * kBlock + row_of(i);
@@ -126,7 +102,7 @@ __global__ void __launch_bounds__(kThreads)
             const float2 value = make_float2(two.x * scale.x * by, two.y * scale.y * by);
             T* to = out + (matrix * rows + row) * columns + column;
             if (columns % 2 == 0) {
-                store(to, value);
+                *reinterpret_cast<uint32_t*>(to) = pack_two<T>(value.x, value.y);
             } else {
                 store(to, value.x);
                 if (column + 1 < columns) store(to + 1, value.y);

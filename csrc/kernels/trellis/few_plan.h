@@ -14,7 +14,7 @@
 namespace hf_kbit {
 
 constexpr int kFewTrellisTokens = 16;                 // of one weight
-constexpr int64_t kFewTrellisRows = 1 << 14;          // of experts
+constexpr int64_t kFewTrellisRows = 1 << 12;          // of experts
 constexpr int64_t kMostFewTrellisFeatures = 1 << 15;  // int32 holds sums of bytes times inputs of 7 bits
 constexpr int kFewTrellisWarps = 8, kFewTrellisThreads = 32 * kFewTrellisWarps;
 constexpr int kFewTrellisTiles = 4, kFewTrellisPitch = 16 * kFewTrellisTiles + 4;

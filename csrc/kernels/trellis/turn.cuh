@@ -1,9 +1,9 @@
-// Tokens on their way through the rotations of a trellis's sides.
+// Numbers on their way through the rotations of a trellis's sides.
 #pragma once
 
 #include <cuda_bf16.h>
 
-#include "kernels/half.cuh"
+#include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {
 
@@ -15,13 +15,7 @@ __device__ __forceinline__ float as_float(__nv_bfloat16 x) { return __bfloat162f
 // At a multiple of 16 bytes.
 template <typename T>
 __device__ __forceinline__ void eight_floats(const T* from, float (&to)[8]) {
-    const uint4 four = *reinterpret_cast<const uint4*>(from);
-    const uint32_t words[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        const float2 two = unpack_two<T>(words[i]);
-        to[2 * i] = two.x, to[2 * i + 1] = two.y;
-    }
+    unpack_octet<T>(*reinterpret_cast<const uint4*>(from), to);
 }
 // Columns `first` to `first` + 7 of a token times those of suh; zeros beyond the last.
 template <typename T>
@@ -45,13 +39,15 @@ __device__ __forceinline__ void eight_scaled(const T* x, const __half* suh, int 
 __device__ __forceinline__ void store(__half* to, float y) { *to = __float2half_rn(y); }
 __device__ __forceinline__ void store(__nv_bfloat16* to, float y) { *to = __float2bfloat16_rn(y); }
 
-__device__ __forceinline__ void turn_two(float& a, float& b) {
-    const float sum = a + b;
+// Number: float or __half2.
+template <typename Number>
+__device__ __forceinline__ void turn_two(Number& a, Number& b) {
+    const Number sum = a + b;
     b = a - b, a = sum;
 }
 // Numbers of one lane, by themselves.
-template <int count>
-__device__ __forceinline__ void turn_own(float (&values)[count]) {
+template <typename Number, int count>
+__device__ __forceinline__ void turn_own(Number (&values)[count]) {
 #pragma unroll
     for (int distance = 1; distance < count; distance *= 2) {
 #pragma unroll
