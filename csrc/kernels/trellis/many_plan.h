@@ -88,8 +88,8 @@ constexpr int64_t many_trellis_width(int64_t padded_in) {
     return ceil_div(padded_in, kManyTrellisPiece) * kManyTrellisPiece;
 }
 
-// The least time by what was measured on Hopper, in cycles: of a step, and what a unit costs besides; of each further
-// part what it costs to add its sums.
+// The least time by what a prototype took on Hopper, in cycles: of a step, and what a unit costs besides; of each
+// further part what it costs to add its sums.
 inline ManyTrellisPlan plan_many_trellis(int64_t across, int64_t down, int64_t tokens, const Gpu& gpu) {
     const int steps = many_trellis_steps(across);
     const auto row_tiles = static_cast<int>(ceil_div(down, kManyTrellisTiles));
