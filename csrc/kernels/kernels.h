@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "common/format.h"
 #include "common/trellis.h"
@@ -256,11 +257,12 @@ struct TrellisExperts {
     int count;
 };
 
-// Of up to kFewTrellisTokens tokens, or kFewTrellisRows of experts, each an item of the plan by itself; in_features
-// are at most kMostFewTrellisFeatures. columns [2 * tokens, padded_in], of_tokens [tokens], sums, as many as
-// few_trellis_sums says, and counts, of each item as many as few_trellis_counts says, are for what its two kernels
-// tell each other. Overlaps with the kernel launched before it. Compute capability 8.0 and newer.
-cudaError_t few_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
+// Up to kFewTrellisParts products of the same x, across, bits, in_features and block, of up to kFewTrellisTokens
+// tokens; or one of up to kFewTrellisRows of experts. in_features are at most kMostFewTrellisFeatures. What the two
+// kernels tell each other: of each product columns [2 * tokens, padded_in] and of_tokens [tokens]; sums, as many as
+// few_trellis_sums says; counts, of each row of experts as many as few_trellis_counts says. Overlaps with the kernel
+// launched before it. Compute capability 8.0 and newer.
+cudaError_t few_trellis_tokens(const std::vector<TrellisProduct>& products, const TrellisExperts& experts, Dtype dtype,
                                int64_t tokens, const FewTrellisPlan& plan, int8_t* columns, TrellisToken* of_tokens,
                                int32_t* sums, uint32_t* counts, const Gpu& gpu, cudaStream_t stream);
 

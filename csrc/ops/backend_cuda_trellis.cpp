@@ -96,31 +96,61 @@ struct Product {
     }
 };
 
-Tensor few_tokens(Product product, const cuda::TrellisExperts& experts, const Launch& launch) {
-    const Tensor& x = product.x;
-    const auto& arguments = product.arguments;
-    product.check_at_most(experts.owners ? kFewTrellisRows : kFewTrellisTokens);
-    const int64_t tokens = product.tokens, items = experts.owners ? tokens : 1;
-    const FewTrellisPlan plan = plan_few_trellis(items, arguments.across, arguments.down, arguments.bits,
-                                                 static_cast<int>(2 * tokens / items), launch.gpu);
-    const auto& sides = arguments.sides;
-    Tensor columns = new_tensor(x, {2 * tokens, sides.padded_in}, ScalarType::Char);
-    Tensor of_tokens = new_tensor(x, {tokens * static_cast<int64_t>(sizeof(TrellisToken))}, ScalarType::Byte);
-    Tensor sums = new_tensor(x, {few_trellis_sums(plan, sides.padded_out, tokens)}, ScalarType::Int);
-    Tensor counts = new_tensor(x, {items * few_trellis_counts(sides.padded_out)}, ScalarType::Int);
+// y of products that share x, widths, code and block, up to kFewTrellisParts, or of one of rows of experts.
+std::vector<Tensor> few_tokens(const std::vector<Product>& products, const cuda::TrellisExperts& experts,
+                               const Launch& launch) {
+    const Product& one = products.at(0);
+    std::vector<cuda::TrellisProduct> arguments;
+    std::vector<int64_t> downs;
+    std::vector<Tensor> y;
+    for (const Product& product : products) {
+        product.check_at_most(experts.owners ? kFewTrellisRows : kFewTrellisTokens);
+        if (product.weight.across != one.weight.across || product.weight.bits != one.weight.bits) {
+            refuse("words",
+                   "shape " + to_string(shape_of(product.weight.tiles)) + " beside " +
+                       to_string(shape_of(one.weight.tiles)),
+                   "products of one width and as many bits");
+        }
+        arguments.push_back(product.arguments);
+        downs.push_back(product.weight.down);
+        y.push_back(product.y);
+    }
+    const int64_t tokens = one.tokens, rows = experts.owners ? tokens : 1,
+                  items = tokens * static_cast<int64_t>(products.size());
+    const FewTrellisPlan plan = plan_few_trellis(rows, one.weight.across, downs, one.weight.bits,
+                                                 static_cast<int>(2 * tokens / rows), launch.gpu);
+    const Tensor& x = one.x;
+    Tensor columns = new_tensor(x, {2 * items, arguments[0].sides.padded_in}, ScalarType::Char);
+    Tensor of_tokens = new_tensor(x, {items * static_cast<int64_t>(sizeof(TrellisToken))}, ScalarType::Byte);
+    Tensor sums = new_tensor(x, {few_trellis_sums(plan, tokens)}, ScalarType::Int);
+    Tensor counts = new_tensor(x, {rows * few_trellis_counts(plan)}, ScalarType::Int);
     check("few_trellis_tokens",
           cuda::few_trellis_tokens(arguments, experts, float_dtype("x", x.scalar_type(), false), tokens, plan,
                                    write<int8_t>(columns), write<TrellisToken>(of_tokens), write<int32_t>(sums),
                                    write<uint32_t>(counts), launch.gpu, launch.stream),
           plan);
-    return product.y;
+    return y;
 }
 
-// gemm_trellis of up to kFewTrellisTokens tokens (hf_kbit/ops/trellis.py).
-Tensor gemm_trellis_few(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
-                        const Tensor& svh, ShapeRef matrix, int64_t block) {
+// Products of up to kFewTrellisTokens tokens by weights of code mul1 and one width (hf_kbit/ops/trellis.py).
+std::vector<Tensor> gemm_trellis_few(const Tensor& x, std::vector<std::optional<Tensor>> biases,
+                                     std::vector<Tensor> words, std::vector<Tensor> suh, std::vector<Tensor> svh,
+                                     std::vector<int64_t> out_features, int64_t block) {
+    const size_t count = words.size();
+    for (const size_t size : {biases.size(), suh.size(), svh.size(), out_features.size()}) {
+        if (size != count || count < 1 || count > kFewTrellisParts) {
+            refuse("words", std::to_string(count) + " beside " + std::to_string(size),
+                   "1 to " + std::to_string(kFewTrellisParts) + ", and as many of each argument but x");
+        }
+    }
     const Launch launch(x);
-    return few_tokens(Product(x, bias, words, suh, svh, matrix, block), {nullptr, 1}, launch);
+    const Tensor rows = readable(x);
+    std::vector<Product> products;
+    for (size_t i = 0; i < count; ++i) {
+        const Shape matrix{out_features[i], x.size(-1)};
+        products.emplace_back(rows, biases[i], words[i], suh[i], svh[i], matrix, block);
+    }
+    return few_tokens(products, {nullptr, 1}, launch);
 }
 
 // Rows by the weights of their owners, int32 [R], among words [experts, ...]; zeros for those of none.
@@ -128,11 +158,12 @@ Tensor gemm_trellis_rows(const Tensor& x, const Tensor& owners, const Tensor& wo
                          const Tensor& svh, ShapeRef matrix, int64_t block) {
     const Launch launch(x);
     const Tensor own = as_contiguous(owners);
-    return few_tokens(Product(x, std::nullopt, words, suh, svh, matrix, block),
-                      {read<int32_t>(own), static_cast<int>(words.size(0))}, launch);
+    std::vector<Product> products;
+    products.emplace_back(x, std::nullopt, words, suh, svh, matrix, block);
+    return few_tokens(products, {read<int32_t>(own), static_cast<int>(words.size(0))}, launch)[0];
 }
 
-// The same of as many tokens as hf_kbit_cuda_many_trellis_tokens says.
+// A product of as many tokens as hf_kbit_cuda_many_trellis_tokens says.
 Tensor gemm_trellis_many(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
                          const Tensor& svh, ShapeRef matrix, int64_t block) {
     const Dtype dtype = float_dtype("x", x.scalar_type(), false);

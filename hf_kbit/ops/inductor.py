@@ -17,7 +17,8 @@ from hf_kbit.format.reference import is_tiled
 from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
-PRODUCTS = OPS.gemm_inference.default, OPS.gemm_int8.default
+TRELLIS = OPS.gemm_trellis.default
+PRODUCTS = OPS.gemm_inference.default, OPS.gemm_int8.default, TRELLIS
 
 
 def install() -> None:
@@ -28,8 +29,8 @@ def install() -> None:
 
 
 class JoinProducts(CustomGraphPass):
-    """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one takes, and
-    ``gemm_int8`` nodes likewise."""
+    """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one takes,
+    ``gemm_int8`` nodes likewise, and ``gemm_trellis`` nodes by ``gemm_trellis_group``."""
 
     def __init__(self, most_tokens: int, most_products: int):
         self.most_tokens, self.most_products = most_tokens, most_products
@@ -39,9 +40,8 @@ class JoinProducts(CustomGraphPass):
         groups: dict[tuple, list[Node]] = {}
         for target in PRODUCTS:
             for node in graph.find_nodes(op="call_function", target=target):
-                if _can_be_joined(node, self.most_tokens):
-                    x, _, _, codebook, *_ = node.args
-                    groups.setdefault((x, target, codebook.meta["val"].shape[0]), []).append(node)
+                if _has_tokens(node, self.most_tokens) and (kind := _kind(node)):
+                    groups.setdefault((node.args[0], target, *kind), []).append(node)
         replaced = []
         for first, *others in groups.values():
             # All happen where the first one does; what they read must be there by then.
@@ -57,13 +57,22 @@ class JoinProducts(CustomGraphPass):
         return get_hash_for_files((__file__,), f"{self.most_tokens} {self.most_products}")
 
 
-def _can_be_joined(node: Node, most_tokens: int) -> bool:
-    x, weight, absmax, codebook = (argument.meta["val"] for argument in node.args[:4])
-    tiled = is_tiled(weight, absmax, bits_of(codebook.shape[0]))  # so on a GPU
+def _has_tokens(node: Node, most_tokens: int) -> bool:
+    x = node.args[0].meta["val"]
     known = all(isinstance(size, int) for size in x.shape)
-    # A group tells 8-bit inputs by their inverses.
+    return known and x.dtype.itemsize == 2 and 0 < x.numel() <= most_tokens * x.shape[-1]
+
+
+def _kind(node: Node) -> tuple:
+    """What products of one op have in common beside x; empty where none takes this one."""
+    if node.target == TRELLIS:
+        _, _, words, *_, code, block = node.args
+        return words.meta["val"].shape[-1], code, block
+    weight, absmax, codebook = (argument.meta["val"] for argument in node.args[1:4])
+    levels = codebook.shape[0]
+    # On a GPU tiles; a group tells 8-bit inputs by their inverses.
     told = node.target != OPS.gemm_int8.default or _arguments(node)[-1] is not None
-    return tiled and known and told and x.dtype.itemsize == 2 and 0 < x.numel() <= most_tokens * x.shape[-1]
+    return (levels,) if told and is_tiled(weight, absmax, bits_of(levels)) else ()
 
 
 def _before(order: dict[Node, int], node: Node, place: Node) -> bool:
@@ -81,10 +90,15 @@ def _arguments(node: Node) -> list:
 
 
 def _join(graph: Graph, place: Node, nodes: list[Node]) -> None:
-    x = nodes[0].args[0]
-    of_each = map(list, zip(*map(_arguments, nodes), strict=True))
+    x, target = nodes[0].args[0], nodes[0].target
+    if target == TRELLIS:
+        *of_each, shapes, codes, blocks = map(list, zip(*(node.args[1:] for node in nodes), strict=True))
+        how = *of_each, [rows for rows, _ in shapes], codes[0], blocks[0]
+    else:
+        how = map(list, zip(*map(_arguments, nodes), strict=True))
     with graph.inserting_before(place):
-        group = graph.call_function(OPS.gemm_group.default, (x, *of_each))
+        op = OPS.gemm_trellis_group.default if target == TRELLIS else OPS.gemm_group.default
+        group = graph.call_function(op, (x, *how))
         group.meta["val"] = [node.meta["val"] for node in nodes]
         for index, node in enumerate(nodes):
             product = graph.call_function(getitem, (group, index))

@@ -39,13 +39,20 @@ from hf_kbit.ops.table import LIBRARY
 OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
 # Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts.
-MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS = 2**15, 16, 2**12
+MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS, MOST_IN_A_LAUNCH = 2**15, 16, 2**12, 4
 
 
 def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
     """``x @ W.T + bias``, x floating ``[*, K]``; differentiable in x and bias."""
     how = words, suh, svh, list(shape), code, block
     return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
+
+
+def products(x, biases: Sequence, weights: Sequence[tuple]) -> list[torch.Tensor]:
+    """``product`` of one x by several weights, whose code and block are the same."""
+    words, suhs, svhs, shapes, (code, *_), (block, *_) = zip(*weights, strict=True)
+    rows = [shape[0] for shape in shapes]
+    return OPS.gemm_trellis_group(x, list(biases), list(words), list(suhs), list(svhs), rows, code, block)
 
 
 def experts_product(x, bias, rows, offsets, words, suh, svh, shape, code: str, block: int, swiglu: bool):
@@ -112,8 +119,10 @@ def _multiplied(x, first, multiply: Callable, second, block: int, size: int) -> 
 # --- kernels of the CUDA library ------------------------------------------------------------------
 
 _SIDES = "Tensor words, Tensor suh, Tensor svh, int[] shape"
-for _some in ("few", "many"):  # tokens, of code mul1
-    LIBRARY.define(f"gemm_trellis_{_some}(Tensor x, Tensor? bias, {_SIDES}, int block) -> Tensor")
+# Of code mul1, and for few tokens several weights of one width, whose rows are told.
+LIBRARY.define(f"gemm_trellis_many(Tensor x, Tensor? bias, {_SIDES}, int block) -> Tensor")
+_SEVERAL = "Tensor x, Tensor?[] biases, Tensor[] words, Tensor[] suh, Tensor[] svh, int[] rows"
+LIBRARY.define(f"gemm_trellis_few({_SEVERAL}, int block) -> Tensor[]")
 LIBRARY.define(f"gemm_trellis_rows(Tensor x, Tensor owners, {_SIDES}, int block) -> Tensor")
 LIBRARY.define(f"dense_trellis({_SIDES}, str code, ScalarType dtype) -> Tensor")
 
@@ -122,23 +131,26 @@ def _is_half_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and native.cuda_arch(x.device) >= 800
 
 
-def _kernel_for(x: torch.Tensor, rows: int) -> Callable | None:
-    """What multiplies x by a weight of so many rows that is decoded in registers."""
-    if x.numel() == 0 or not _is_half_on_gpu(x):
-        return None
-    width = x.shape[-1]
-    tokens = x.numel() // width
-    if tokens <= MOST_FEW_TOKENS or native.batch_invariant:
-        return _few if width <= MOST_IN_WHOLE_NUMBERS else None
-    fits = tokens <= native.many_trellis_tokens(x.device) and max(width, rows) <= 2**27
-    return OPS.gemm_trellis_many if fits else None
+def _are_few(x: torch.Tensor) -> bool:
+    """Whether products of x by weights of code mul1 are those of few tokens, or of as few at a time."""
+    few = x.numel() <= MOST_FEW_TOKENS * x.shape[-1] or native.batch_invariant
+    return few and x.numel() > 0 and x.shape[-1] <= MOST_IN_WHOLE_NUMBERS and _is_half_on_gpu(x)
 
 
-def _few(x, bias, *how) -> torch.Tensor:
+def _few(x, *of_each) -> list[torch.Tensor]:
     parts = x.reshape(-1, x.shape[-1]).split(MOST_FEW_TOKENS)
     if len(parts) == 1:
-        return OPS.gemm_trellis_few(x, bias, *how)
-    return torch.cat([OPS.gemm_trellis_few(part, bias, *how) for part in parts]).unflatten(0, x.shape[:-1])
+        return OPS.gemm_trellis_few(x, *of_each)
+    of_parts = zip(*(OPS.gemm_trellis_few(part, *of_each) for part in parts), strict=True)
+    return [torch.cat(each).unflatten(0, x.shape[:-1]) for each in of_parts]
+
+
+def _are_many(x: torch.Tensor, rows: int) -> bool:
+    """Whether a weight of so many rows is decoded in registers for many tokens."""
+    if x.numel() == 0 or not _is_half_on_gpu(x) or native.batch_invariant:
+        return False
+    width = x.shape[-1]
+    return x.numel() // width <= native.many_trellis_tokens(x.device) and max(width, rows) <= 2**27
 
 
 def _reads_few_experts(x: torch.Tensor, experts: int) -> bool:
@@ -192,13 +204,39 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 )
 def _(x, bias, words, suh, svh, shape, code, block):
     _check_can_multiply(x, shape, code)
-    if code == "mul1" and (kernel := _kernel_for(x, shape[0])):
-        return kernel(x, bias, words, suh, svh, shape, block)
+    if code == "mul1":
+        if _are_few(x):
+            return _few(x, [bias], [words], [suh], [svh], [shape[0]], block)[0]
+        if _are_many(x, shape[0]):
+            return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, block)
     if _makes_dense(x, suh, svh, block):
         return F.linear(x, OPS.dense_trellis(words, suh, svh, shape, code, x.dtype), bias)
     matrix = _inner(words, code, x.dtype).mT
     y = _multiplied(x, suh, partial(torch.matmul, other=matrix), svh, block, shape[0])
     return (y if bias is None else y + bias).to(x.dtype)
+
+
+# Several weights, of which ``inductor`` joins products.
+LIBRARY.define(f"gemm_trellis_group({_SEVERAL}, str code, int block) -> Tensor[]")
+
+
+def _group(x, biases, words, suhs, svhs, rows, code, block):
+    packed = list(zip(biases, words, suhs, svhs, rows, strict=True))
+    alike = len({each.shape[-2:] for each in words}) == 1
+    if code == "mul1" and alike and _are_few(x):
+        most = MOST_IN_A_LAUNCH
+        launches = (packed[start : start + most] for start in range(0, len(packed), most))
+        return [y for some in launches for y in _few(x, *map(list, zip(*some, strict=True)), block)]
+    width = x.shape[-1]
+    return [OPS.gemm_trellis(x, bias, *how, [count, width], code, block) for bias, *how, count in packed]
+
+
+LIBRARY.impl("gemm_trellis_group", _group, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("hf_kbit::gemm_trellis_group", lib=LIBRARY)
+def _(x, biases, words, suhs, svhs, rows, code, block):
+    return [x.new_empty((*x.shape[:-1], count)) for count in rows]
 
 
 @_op(
@@ -349,6 +387,11 @@ register("gemm_experts_trellis_gradient", _experts_gradient_setup_context, _expe
 @register_flop_formula([OPS.gemm_trellis, OPS.gemm_trellis_gradient, OPS.gemm_experts_trellis_gradient])
 def _(x, *_, out_shape=None, **__):
     return 2 * x[-1] * math.prod(out_shape)
+
+
+@register_flop_formula(OPS.gemm_trellis_group)
+def _(x, *_, out_shape=None, **__):
+    return sum(2 * x[-1] * math.prod(shape) for shape in out_shape)
 
 
 @register_flop_formula(OPS.gemm_experts_trellis)

@@ -70,6 +70,11 @@ class TrellisTensor(KbitTensor):
         return ops.product(x, bias, *_operands(parts))
 
     @staticmethod
+    def products(x: torch.Tensor, biases: list, parts: list[dict]) -> list[torch.Tensor]:
+        """``product`` by several weights, whose code and block are the same."""
+        return ops.products(x, biases, list(map(_operands, parts)))
+
+    @staticmethod
     def experts_product(x, parts, bias, rows, offsets, swiglu):
         return ops.experts_product(x, bias, rows, offsets, *_operands(parts), swiglu)
 

@@ -148,7 +148,10 @@ def trellises() -> None:
         one = [each[0] for each in how]
         for tokens, dtype in itertools.product((1, 7, 16, 17, 70, 300), HALVES):
             x, bias = torch.randn(tokens, width).to(dtype), torch.randn(rows).to(dtype)
-            run(OPS.gemm_trellis_few if tokens <= 16 else OPS.gemm_trellis_many, x, bias, *one, *sides)
+            if tokens > 16:
+                run(OPS.gemm_trellis_many, x, bias, *one, *sides)
+            else:
+                run(OPS.gemm_trellis_few, x, [bias, None, bias], *map(list, how), 3 * [rows], block)
         run(OPS.gemm_trellis_rows, x[:5], torch.tensor([0, 0, 2, 1, 3], dtype=torch.int32), *how, *sides)
         for code in trellis.CODES if block == 128 else ():
             run(OPS.dense_trellis, *how, [rows, width], code, dtype)

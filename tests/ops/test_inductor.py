@@ -9,8 +9,9 @@ from torch._inductor import config
 from torch._inductor.utils import run_and_get_code
 
 from hf_kbit import KbitLinear
+from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.ops import inductor, native
-from hf_kbit.weight.tensor import as_parameter
+from hf_kbit.weight.tensor import KbitTensor, Packed, as_parameter
 
 OPS = torch.ops.hf_kbit
 LIMITS = 512, 4  # tokens and products, as the CUDA library says
@@ -35,6 +36,10 @@ def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
         for node in module.graph.nodes:
             if node.target == OPS.gemm_group.default:
                 launches.append(list(node.args[5]))
+            elif node.target == OPS.gemm_trellis_group.default:
+                launches.append(list(node.args[5]))
+            elif node.target == OPS.gemm_trellis.default:
+                launches.append([node.args[5][0]])
             elif node.target in inductor.PRODUCTS:
                 launches.append([node.args[5]])
         return make_boxed_func(module.forward)
@@ -81,6 +86,26 @@ def test_products_of_8_bit_inputs_are_joined():
         return [OPS.gemm_int8(x, *packed, layer.bias, 48, q.weight.columns) for layer in (q, like_q)]
 
     assert joined(without, X) == [[48], [48]]
+
+
+@torch.no_grad()
+def test_products_of_trellises_are_joined():
+    """With those of their width, code and block, and of no more tokens than one op takes."""
+
+    def layer(rows: int, **how) -> KbitLinear:
+        made, decoding = KbitLinear(100, rows, bias=rows == 48, dtype=torch.float16), TrellisDecoding(**how)
+        tensors = {
+            name: torch.randint(-9, 9, size, dtype=torch.int16) if dtype == torch.int16 else torch.ones(size).half()
+            for name, (dtype, size) in decoding.layout((rows, 100)).items()
+        }
+        made.weight = as_parameter(KbitTensor.of(Packed(tensors, decoding), (rows, 100), torch.float16))
+        return made.requires_grad_(False)
+
+    q, k, wide, other = layer(48, bits=3), layer(16, bits=3), layer(33, bits=4), layer(20, bits=3, code="mcg")
+    assert joined(lambda x: (q(x), k(x), wide(x), other(x)), X) == [[48, 16], [33], [20]]
+    assert joined(lambda x: (q(x), k(x)), X, limits=(5, 2)) == [[48], [16]]
+    scalar = tiled(24)
+    assert joined(lambda x: (q(x), scalar(x), k(x)), X) == [[48, 16], [24]]
 
 
 @torch.no_grad()

@@ -155,6 +155,25 @@ def test_few_tokens_give_the_bits_of_a_cpu_on_a_gpu(bits, dtype):
         assert torch.equal(F.linear(x[:2].cuda(), on_gpu, bias.cuda()).cpu(), exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
+def test_several_weights_of_one_input(code, dtype, device):
+    """Have the bits of each by itself: rows that end within blocks, more weights than a launch takes, other widths."""
+    for block, width in ((32, 100), (128, 4600)):
+        rows = (200, 16, 330, 129, 257)
+        packed = [weight(TrellisDecoding(3, code, block=block), count, width).moved(device) for count in rows]
+        wide = weight(TrellisDecoding(4, code, block=block), 64, width).moved(device)
+        biases = [None if i % 2 else torch.randn(count, device=device).to(dtype) for i, count in enumerate(rows)]
+        for tokens in (1, 5, 16, 40):
+            x = torch.randn(tokens, width, device=device).to(dtype)
+            alone = [F.linear(x, own, bias) for own, bias in zip(packed, biases, strict=True)]
+            for count in (1, 3, 5):
+                found = ops.products(x, biases[:count], list(map(operands, packed[:count])))
+                assert all(map(torch.equal, found, alone)) and len(found) == count
+            found = ops.products(x[:, None], [None, None], [operands(packed[1]), operands(wide)])
+            assert torch.equal(found[0][:, 0], alone[1]) and torch.equal(found[1][:, 0], F.linear(x, wide))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -311,13 +330,17 @@ def test_few_rows_of_experts_on_a_gpu(bits, stacked, dtype):
     assert not y[6].any()
 
 
-@pytest.mark.parametrize("op", ["gemm_trellis", "gemm_trellis_gradient", "dequantize_trellis", "gemm_experts_trellis"])
+@pytest.mark.parametrize(
+    "op",
+    ["gemm_trellis", "gemm_trellis_gradient", "gemm_trellis_group", "dequantize_trellis", "gemm_experts_trellis"],
+)
 def test_ops_are_ops(op):
     packed = weight(*SETTINGS["padded"])
     x = torch.randn(3, 72, requires_grad=True)
     experts, rows, offsets = of_experts(2)
     calls = {
         "gemm_trellis": (x, torch.randn(100, requires_grad=True), *operands(packed)),
+        "gemm_trellis_group": (x.detach(), [None], *([each] for each in operands(packed)[:3]), [100], "mcg", 64),
         "gemm_trellis_gradient": (torch.randn(3, 100, requires_grad=True), *operands(packed)),
         "dequantize_trellis": (*operands(packed), torch.bfloat16),
         "gemm_experts_trellis": (

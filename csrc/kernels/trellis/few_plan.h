@@ -7,13 +7,15 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
-#include "common/format.h"
+#include "common/trellis.h"
 #include "kernels/plan.h"
 
 namespace hf_kbit {
 
-constexpr int kFewTrellisTokens = 16;                 // of one weight
+constexpr int kFewTrellisTokens = 16;                 // of weights that share inputs
+constexpr int kFewTrellisParts = 4;                   // such weights of a launch
 constexpr int64_t kFewTrellisRows = 1 << 12;          // of experts
 constexpr int64_t kMostFewTrellisFeatures = 1 << 15;  // int32 holds sums of bytes times inputs of 7 bits
 constexpr int kFewTrellisWarps = 8, kFewTrellisThreads = 32 * kFewTrellisWarps;
@@ -31,36 +33,43 @@ constexpr int few_trellis_shared_bytes(int bits, int groups) {
 constexpr int few_trellis_groups(int columns) { return columns <= 8 ? 1 : columns <= 16 ? 2 : 4; }
 constexpr int few_trellis_ctas(int bits, int groups) { return groups == 4 || (groups == 2 && bits > 5) ? 1 : 2; }
 
+// Tiles along N that a weight takes of those that share a launch: whole blocks of 128 outputs.
+constexpr int64_t few_trellis_tiles(int64_t down) { return ceil_div(down, 8) * 8; }
+
 struct FewTrellisPlan {
+    int down;            // tiles along N of all weights
     int split;           // CTAs that have the same outputs
     int steps_of_split;  // at most, of each
-    int ctas;            // of an item
+    int ctas;            // of all weights, or of a row of experts
     int shared_bytes;
 };
 inline std::string to_string(const FewTrellisPlan& plan) {
-    return print_fields({{"split", plan.split},
+    return print_fields({{"down", plan.down},
+                         {"split", plan.split},
                          {"steps_of_split", plan.steps_of_split},
                          {"ctas", plan.ctas},
                          {"shared_bytes", plan.shared_bytes}});
 }
 // int32: the sums of CTAs, and of each 128 outputs how many have theirs.
-constexpr int64_t few_trellis_sums(const FewTrellisPlan& plan, int64_t padded_out, int64_t tokens) {
-    return plan.split * 2 * tokens * padded_out;
+constexpr int64_t few_trellis_sums(const FewTrellisPlan& plan, int64_t tokens) {
+    return plan.split * 2 * tokens * plan.down * kTrellisTile;
 }
-constexpr int64_t few_trellis_counts(int64_t padded_out) { return ceil_div(padded_out, 128); }
+constexpr int64_t few_trellis_counts(const FewTrellisPlan& plan) { return ceil_div(plan.down, 8); }
 
-// Of each of so many items, a weight of so many tiles and so many columns of int8: as many CTAs as are at work at a
-// time, but a step for each warp.
-inline FewTrellisPlan plan_few_trellis(int64_t items, int64_t across, int64_t down, int bits, int columns,
-                                       const Gpu& gpu) {
+// Of weights with so many tiles each, times so many rows of experts, and so many columns of int8: as many CTAs as are
+// at work at a time, but a step for each warp.
+inline FewTrellisPlan plan_few_trellis(int64_t rows, int64_t across, const std::vector<int64_t>& downs, int bits,
+                                       int columns, const Gpu& gpu) {
+    int64_t down = 0;
+    for (const int64_t its : downs) down = few_trellis_tiles(down) + its;
     const auto owners = static_cast<int>(ceil_div(down, kFewTrellisTiles));
     const auto steps = static_cast<int>(ceil_div(across, kFewTrellisTiles));
     const int most = std::max(1, steps / kFewTrellisWarps), groups = few_trellis_groups(columns);
-    const int64_t all = items * owners;
+    const int64_t all = rows * owners;
     const auto wanted = static_cast<int>((few_trellis_ctas(bits, groups) * gpu.processors + all / 2) / all);
     const int each = static_cast<int>(ceil_div(steps, std::clamp(wanted, 1, most)));
     const auto split = static_cast<int>(ceil_div(steps, each));
-    return {split, each, owners * split, few_trellis_shared_bytes(bits, groups)};
+    return {static_cast<int>(down), split, each, owners * split, few_trellis_shared_bytes(bits, groups)};
 }
 
 }  // namespace hf_kbit

@@ -14,7 +14,8 @@
 // takes of the tile t along K, and of the tile g / 2 along N, 128 weights, one piece of the stream: so a step costs
 // `bits` loads of 16 bytes, and the word before comes from the lane of the tile's other half. CTAs leave
 // sums in memory, and the last one of those that have some of 128 outputs adds them up and turns them: int32 is right
-// in any order. Of experts each row is a product of its own by the weight that it has.
+// in any order. Several weights of the same inputs are one, their outputs side by side; of experts each row is a
+// product of its own by the weight that it has.
 // Launches overlap: `multiply` asks for its first weights before it waits for its inputs.
 #include "kernels/dispatch.h"
 #include "kernels/kernels.h"
@@ -59,11 +60,17 @@ __device__ __forceinline__ int expert_of(const int32_t* owners, int experts, int
     return owners ? min(max(owners[token], 0), experts) : 0;
 }
 
-// A CTA for each token. columns: int8 [2 * M, padded_in], of each token the upper ones, then the lower ones.
+struct Scales {
+    const __half* of_parts[kFewTrellisParts];
+};
+
+// A CTA for each token of each part. columns: int8 [parts, 2 * M, padded_in], of each token the upper ones, then the
+// lower ones. tokens [parts, M].
 template <typename T>
 __global__ void __launch_bounds__(kTurnThreads)
-    turn_kernel(const T* gmem_x, const __half* all_suh, const int32_t* owners, int experts, int in_features,
-                int padded_in, int block, int8_t* columns, TrellisToken* tokens, uint32_t* counts, int num_counts) {
+    turn_kernel(const T* gmem_x, const __grid_constant__ Scales scales, int count, const int32_t* owners, int experts,
+                int in_features, int padded_in, int block, int8_t* columns, TrellisToken* tokens, uint32_t* counts,
+                int num_counts) {
     if constexpr (kArch < 800) return;
     __shared__ uint32_t largest_of[kTurnThreads / 32];
     __shared__ int sum_of[kTurnThreads / 32];
@@ -71,9 +78,10 @@ __global__ void __launch_bounds__(kTurnThreads)
     let_next_kernel_start();
     for (int i = blockIdx.x * kTurnThreads + threadIdx.x; i < num_counts; i += gridDim.x * kTurnThreads) counts[i] = 0;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const T* x = gmem_x + int64_t{blockIdx.x} * in_features;
-    const int expert = expert_of(owners, experts, static_cast<int>(blockIdx.x));
-    const __half* suh = all_suh + int64_t{min(expert, experts - 1)} * padded_in;
+    const int part = static_cast<int>(blockIdx.x) / count, token = static_cast<int>(blockIdx.x) % count;
+    const T* x = gmem_x + int64_t{token} * in_features;
+    const int expert = expert_of(owners, experts, token);
+    const __half* suh = scales.of_parts[part] + int64_t{min(expert, experts - 1)} * padded_in;
     const int octets = padded_in / kOctet, turns = (octets + kTurnThreads - 1) / kTurnThreads;
     uint32_t largest_bits = 0;  // as integers magnitudes have the same order, and NaN is the largest
     float values[kOctet];
@@ -139,42 +147,55 @@ __device__ __forceinline__ constexpr int stage_start(int t) {
     return t * 8 * bits + (bits % 2 ? 2 * t : bits == 2 ? (t & 1) + 4 * (t >> 1) : t);
 }
 
-struct Arguments {
+// A weight, whose tiles are those from `first_tile` on of all that share a launch.
+struct Part {
     const uint32_t* words;
-    const int8_t* columns;
-    int32_t* sums;     // [items, split, count, padded_out]
-    uint32_t* counts;  // of each 128 outputs of an item how many CTAs have theirs there
-    const int32_t* owners;
-    int experts, ctas_of_item, across, down, count, split, steps_of_split;
-    const TrellisToken* tokens;
     const __half* svh;
     const void* bias;
     void* y;
-    int out_features, block;
+    int first_tile, down, out_features;
+};
+
+// An item has columns and tokens of its own: a part, or a row of an expert.
+struct Arguments {
+    Part parts[kFewTrellisParts];
+    const int8_t* columns;
+    const TrellisToken* tokens;
+    int32_t* sums;     // [rows of experts, split, count, 16 * down]
+    uint32_t* counts;  // of each 128 outputs how many CTAs have theirs there
+    const int32_t* owners;
+    int num_parts, experts, ctas_of_row, across, down, count, split, steps_of_split, block;
     bool bfloat16;
 };
 
 // --- outputs -------------------------------------------------------------------------------------
 
 template <typename T>
-__device__ __forceinline__ void store_output(const Arguments& arguments, int64_t at, int row, float value) {
-    const auto* bias = static_cast<const T*>(arguments.bias);
-    store(static_cast<T*>(arguments.y) + at, bias ? __fadd_rn(value, as_float(bias[row])) : value);
+__device__ __forceinline__ void store_output(const Part& part, int64_t at, int row, float value) {
+    const auto* bias = static_cast<const T*>(part.bias);
+    store(static_cast<T*>(part.y) + at, bias ? __fadd_rn(value, as_float(bias[row])) : value);
 }
 
-// Four outputs from `row` on of a token of an item; a warp has 128 of them.
-__device__ __forceinline__ void finish_token(const Arguments& arguments, int item, int expert, int of_item, int row) {
-    const int padded_out = arguments.down * kTrellisTile, token = item * (arguments.count / 2) + of_item;
+// Where a CTA's outputs belong.
+struct Place {
+    int item, row, expert;  // its row among those of experts, or 0
+};
+
+// Four outputs from `row` on of a token; a warp has 128 of them.
+__device__ __forceinline__ void finish_token(const Arguments& arguments, const Part& part, const Place& place,
+                                             int token, int row) {
+    const int padded_out = part.down * kTrellisTile, pitch = arguments.down * kTrellisTile;
     int of_upper[4] = {}, of_lower[4] = {};
-    const int64_t begin = int64_t{item} * arguments.split * arguments.count + 2 * of_item;
-    const auto* from = reinterpret_cast<const int4*>(arguments.sums + begin * padded_out + row);
-    for (int part = 0; part < (row < padded_out ? arguments.split : 0); ++part) {
-        const int4 upper = __ldcg(from), lower = __ldcg(from + padded_out / 4);
+    const int64_t begin = int64_t{place.row} * arguments.split * arguments.count + 2 * token;
+    const auto* from =
+        reinterpret_cast<const int4*>(arguments.sums + begin * pitch + part.first_tile * kTrellisTile + row);
+    for (int i = 0; i < (row < padded_out ? arguments.split : 0); ++i) {
+        const int4 upper = __ldcg(from), lower = __ldcg(from + pitch / 4);
         of_upper[0] += upper.x, of_upper[1] += upper.y, of_upper[2] += upper.z, of_upper[3] += upper.w;
         of_lower[0] += lower.x, of_lower[1] += lower.y, of_lower[2] += lower.z, of_lower[3] += lower.w;
-        from += int64_t{arguments.count} * padded_out / 4;
+        from += int64_t{arguments.count} * pitch / 4;
     }
-    const TrellisToken own = arguments.tokens[token];
+    const TrellisToken own = arguments.tokens[place.item * (arguments.count / 2) + token];
     constexpr auto kScale = static_cast<int64_t>(kSumScale / kSumUnit),
                    kZero = static_cast<int64_t>(kSumZero / kSumUnit);
     float values[4];
@@ -190,14 +211,14 @@ __device__ __forceinline__ void finish_token(const Arguments& arguments, int ite
     const float scale = __fmul_rn(own.scale, kSumUnit / static_cast<float>(arguments.block));
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        if (row + i >= arguments.out_features) return;
-        const __half by = arguments.svh[int64_t{expert} * padded_out + row + i];
+        if (row + i >= part.out_features) return;
+        const __half by = part.svh[int64_t{place.expert} * padded_out + row + i];
         const float value = __fmul_rn(__fmul_rn(values[i], scale), __half2float(by));
-        const int64_t at = int64_t{token} * arguments.out_features + row + i;
+        const int64_t at = int64_t{place.row + token} * part.out_features + row + i;
         if (arguments.bfloat16) {
-            store_output<__nv_bfloat16>(arguments, at, row + i, value);
+            store_output<__nv_bfloat16>(part, at, row + i, value);
         } else {
-            store_output<__half>(arguments, at, row + i, value);
+            store_output<__half>(part, at, row + i, value);
         }
     }
 }
@@ -212,18 +233,24 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
         constexpr int kDepth = few_trellis_depth(bits), kPieces = few_trellis_pieces(bits, kGroups);
         const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
         const int g = lane / 4, t = lane % 4, count = arguments.count;
-        // An item is a row of an expert, or all tokens of the only weight.
-        int item = 0, expert = 0, cta = static_cast<int>(blockIdx.x);
+        Place place{};
+        int cta = static_cast<int>(blockIdx.x);
         if (kGroups == 1 && arguments.owners) {
-            item = cta / arguments.ctas_of_item, cta %= arguments.ctas_of_item;
-            expert = min(expert_of(arguments.owners, arguments.experts, item), arguments.experts - 1);
+            place.item = place.row = cta / arguments.ctas_of_row, cta %= arguments.ctas_of_row;
+            place.expert = min(expert_of(arguments.owners, arguments.experts, place.row), arguments.experts - 1);
         }
-        const int row_tile = cta / arguments.split * kFewTrellisTiles, part = cta % arguments.split;
-        const char* const all_words = reinterpret_cast<const char*>(arguments.words) +
-                                      int64_t{expert} * arguments.across * arguments.down * (32 * bits);
+        const int all_tile = cta / arguments.split * kFewTrellisTiles, share = cta % arguments.split;
+        int own_part = 0;
+        while (own_part + 1 < arguments.num_parts && all_tile >= arguments.parts[own_part + 1].first_tile) ++own_part;
+        if (!arguments.owners) place.item = own_part;
+        const Part& part = arguments.parts[own_part];
+        const int row_tile = all_tile - part.first_tile, down = part.down;
+        if (row_tile >= down) return;  // behind a part whose last 128 outputs are half of them
+        const char* const all_words =
+            reinterpret_cast<const char*>(part.words) + int64_t{place.expert} * arguments.across * down * (32 * bits);
         const int steps = (arguments.across + 3) / 4;
-        const int last = min(steps, (part + 1) * arguments.steps_of_split);
-        const int first = part * arguments.steps_of_split + warp;
+        const int last = min(steps, (share + 1) * arguments.steps_of_split);
+        const int first = share * arguments.steps_of_split + warp;
         char* const ring = smem + warp * kDepth * kPieces * 16;
         const int padded_in = arguments.across * kTrellisTile;
         const auto fetch_weights = [&](int step, char* stage) {
@@ -233,9 +260,8 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
                 // Beyond the last tile, along K or N, another one is read: its inputs are zeros, or nobody adds its
                 // sums.
                 const int column = min(4 * step + tile, arguments.across - 1);
-                const int row = min(row_tile + unit / (2 * bits), arguments.down - 1);
-                const char* from =
-                    all_words + (int64_t{column} * arguments.down + row) * (32 * bits) + unit % (2 * bits) * 16;
+                const int row = min(row_tile + unit / (2 * bits), down - 1);
+                const char* from = all_words + (int64_t{column} * down + row) * (32 * bits) + unit % (2 * bits) * 16;
                 cp_async_16(stage + (stage_start<bits>(tile) + unit) * 16, from);
             }
         };
@@ -244,7 +270,8 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
             for (int i = 0; i < kGroups; ++i) {
                 const int column = g + 8 * i, tile = 4 * step + t;
                 const bool there = column < count && tile < arguments.across;
-                const int at = (item * count + (there ? column : 0)) * padded_in + (there ? tile : 0) * kTrellisTile;
+                const int at =
+                    (place.item * count + (there ? column : 0)) * padded_in + (there ? tile : 0) * kTrellisTile;
                 cp_async_16_or_zeros(shared_address(stage + (kPieces - 32 * (kGroups - i) + lane) * 16),
                                      arguments.columns + at, there);
             }
@@ -335,8 +362,8 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
             }
         }
         __syncthreads();
-        const int rows = min(kFewTrellisTiles, arguments.down - row_tile) * kTrellisTile;
-        const int padded_out = arguments.down * kTrellisTile, first_output = row_tile * kTrellisTile;
+        const int rows = min(kFewTrellisTiles, down - row_tile) * kTrellisTile;
+        const int pitch = arguments.down * kTrellisTile;
         for (int i = threadIdx.x; i < 16 * kFewTrellisTiles * count; i += kFewTrellisThreads) {
             const int row = i % (16 * kFewTrellisTiles), column = i / (16 * kFewTrellisTiles);
             int32_t sum = 0;
@@ -344,24 +371,24 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
             for (int w = 0; w < kFewTrellisWarps; ++w) {
                 sum += all[(w * 8 * kGroups + column) * kFewTrellisPitch + row];
             }
-            const int64_t place = (int64_t{item} * arguments.split + part) * count + column;
-            const int64_t at = place * padded_out + first_output + row;
-            if (row < rows) arguments.sums[at] = sum;
+            const int64_t at = ((int64_t{place.row} * arguments.split + share) * count + column) * pitch;
+            if (row < rows) arguments.sums[at + all_tile * kTrellisTile + row] = sum;
         }
         // Whoever is the last of those that have some of 128 outputs turns them.
         auto& last_one = *reinterpret_cast<bool*>(smem);
         __syncthreads();
         if (threadIdx.x == 0) {
-            const int octet = row_tile / 8, octets = (arguments.down + 7) / 8;
-            const int ctas = min(2, (arguments.down - 8 * octet + 3) / 4) * arguments.split;
+            const int first_of_octet = row_tile / 8 * 8, octets = (arguments.down + 7) / 8;
+            const int ctas = min(2, (down - first_of_octet + 3) / 4) * arguments.split;
             __threadfence();
-            last_one = atomicAdd(arguments.counts + item * octets + octet, 1u) + 1 == static_cast<uint32_t>(ctas);
+            uint32_t* of_octet = arguments.counts + place.row * octets + all_tile / 8;
+            last_one = atomicAdd(of_octet, 1u) + 1 == static_cast<uint32_t>(ctas);
             __threadfence();
         }
         __syncthreads();
         if (!last_one) return;
         for (int token = warp; token < count / 2; token += kFewTrellisWarps) {
-            finish_token(arguments, item, expert, token, row_tile / 8 * 128 + 4 * lane);
+            finish_token(arguments, part, place, token, row_tile / 8 * 128 + 4 * lane);
         }
     }
 }
@@ -376,45 +403,56 @@ cudaError_t dispatch_groups(int groups, const Run& run) {
 
 }  // namespace
 
-cudaError_t few_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
+cudaError_t few_trellis_tokens(const std::vector<TrellisProduct>& products, const TrellisExperts& experts, Dtype dtype,
                                int64_t tokens, const FewTrellisPlan& plan, int8_t* columns, TrellisToken* of_tokens,
                                int32_t* sums, uint32_t* counts, const Gpu& gpu, cudaStream_t stream) {
-    const auto& sides = product.sides;
-    const int64_t items = experts.owners ? tokens : 1;
-    const auto count = static_cast<int>(2 * tokens / items);
-    const auto* suh = reinterpret_cast<const __half*>(sides.suh);
-    cudaError_t error = dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
+    const TrellisProduct& one = products[0];
+    const auto num_parts = static_cast<int>(products.size());
+    const int64_t rows = experts.owners ? tokens : 1;
+    Arguments arguments{{},
+                        columns,
+                        of_tokens,
+                        sums,
+                        counts,
+                        experts.owners,
+                        num_parts,
+                        experts.count,
+                        plan.ctas,
+                        static_cast<int>(one.across),
+                        plan.down,
+                        static_cast<int>(2 * tokens / rows),
+                        plan.split,
+                        plan.steps_of_split,
+                        one.sides.block,
+                        dtype == Dtype::bfloat16};
+    Scales scales{};
+    int64_t first_tile = 0;
+    for (int i = 0; i < num_parts; ++i) {
+        const TrellisProduct& its = products[i];
+        scales.of_parts[i] = reinterpret_cast<const __half*>(its.sides.suh);
+        arguments.parts[i] = {its.words,
+                              reinterpret_cast<const __half*>(its.sides.svh),
+                              its.bias,
+                              its.y,
+                              static_cast<int>(first_tile),
+                              static_cast<int>(its.down),
+                              static_cast<int>(its.sides.out_features)};
+        first_tile += few_trellis_tiles(its.down);
+    }
+    const cudaError_t error = dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
         using T = decltype(value);
         static Launcher turn(turn_kernel<T>, kTurnThreads, 0);
-        return turn.launch_overlapping(gpu, tokens, 1, 0, stream, static_cast<const T*>(product.x), suh,
-                                       experts.owners, experts.count, static_cast<int>(sides.in_features),
-                                       static_cast<int>(sides.padded_in), sides.block, columns, of_tokens, counts,
-                                       static_cast<int>(items * few_trellis_counts(sides.padded_out)));
+        return turn.launch_overlapping(gpu, tokens * num_parts, 1, 0, stream, static_cast<const T*>(one.x), scales,
+                                       static_cast<int>(tokens), experts.owners, experts.count,
+                                       static_cast<int>(one.sides.in_features), static_cast<int>(one.sides.padded_in),
+                                       one.sides.block, columns, of_tokens, counts,
+                                       static_cast<int>(rows * few_trellis_counts(plan)));
     });
     if (error != cudaSuccess) return error;
-    const Arguments arguments{product.words,
-                              columns,
-                              sums,
-                              counts,
-                              experts.owners,
-                              experts.count,
-                              plan.ctas,
-                              static_cast<int>(product.across),
-                              static_cast<int>(product.down),
-                              count,
-                              plan.split,
-                              plan.steps_of_split,
-                              of_tokens,
-                              reinterpret_cast<const __half*>(sides.svh),
-                              product.bias,
-                              product.y,
-                              static_cast<int>(sides.out_features),
-                              sides.block,
-                              dtype == Dtype::bfloat16};
-    return dispatch_trellis(product.bits, [&](auto width) {
-        return dispatch_groups(few_trellis_groups(count), [&](auto groups) {
+    return dispatch_trellis(one.bits, [&](auto width) {
+        return dispatch_groups(few_trellis_groups(arguments.count), [&](auto groups) {
             static Launcher launcher(multiply_trellis_kernel<width(), groups()>, kFewTrellisThreads, kAllShared);
-            return launcher.launch_overlapping(gpu, items * plan.ctas, 1, plan.shared_bytes, stream, arguments);
+            return launcher.launch_overlapping(gpu, rows * plan.ctas, 1, plan.shared_bytes, stream, arguments);
         });
     });
 }

@@ -34,11 +34,17 @@ class KbitRows(KbitLinear):
         self.weight = as_parameter(weight)
         self.first, self.count = first, count
 
+    is_whole = property(lambda self: self.count == self.parts["matrix"][0])
+
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         parts = self.parts
-        if self.count == parts["matrix"][0]:
-            return parts["kind"].product(x, parts, bias)
-        y = parts["kind"].product(x, parts, None)[..., self.first : self.first + self.count].contiguous()
+        return self.own(parts["kind"].product(x, parts, bias if self.is_whole else None), bias)
+
+    def own(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Of outputs of all rows this process's; bias is in them where they are all its own."""
+        if self.is_whole:
+            return y
+        y = y[..., self.first : self.first + self.count].contiguous()
         return y if bias is None else y + bias
 
 
@@ -191,10 +197,14 @@ class KbitLinearMethod(LinearMethodBase):
         rows = [part.count if isinstance(part, KbitRows) else part.out_features for part in layer.parts]
         biases = [None] * len(rows) if bias is None else bias.split(rows)
         parts = list(zip(layer.parts, biases, strict=True))
-        of_group = [_operands(part, own) for part, own in parts if _is_of_group(part)]
-        group = torch.ops.hf_kbit.gemm_group(x, *map(list, zip(*of_group, strict=True))) if of_group else []
-        group = iter(group)
-        products = [next(group) if _is_of_group(part) else _product(part, x, own) for part, own in parts]
+        group = iter(_group_products(x, [(part, own) for part, own in parts if _is_of_group(part)]))
+        of_rows = iter(_rows_products(x, [(part, own) for part, own in parts if isinstance(part, KbitRows)]))
+        products = []
+        for part, own in parts:
+            if isinstance(part, KbitRows):
+                products.append(next(of_rows))
+            else:
+                products.append(next(group) if _is_of_group(part) else F.linear(x, part.weight, own))
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
@@ -203,8 +213,20 @@ def _is_of_group(part: nn.Linear) -> bool:
     return isinstance(part, KbitLinear) and not isinstance(part, KbitRows)
 
 
-def _product(part: nn.Linear, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    return part.product(x, bias) if isinstance(part, KbitRows) else F.linear(x, part.weight, bias)
+def _group_products(x: torch.Tensor, parts: list[tuple]) -> list[torch.Tensor]:
+    """Of parts and their biases."""
+    of_each = [_operands(part, bias) for part, bias in parts]
+    return torch.ops.hf_kbit.gemm_group(x, *map(list, zip(*of_each, strict=True))) if parts else []
+
+
+def _rows_products(x: torch.Tensor, parts: list[tuple]) -> list[torch.Tensor]:
+    """The same of weights that have a trellis, at once if there are several that decode alike."""
+    if len({part.parts["how"] for part, _ in parts}) != 1 or len(parts) == 1:
+        return [part.product(x, bias) for part, bias in parts]
+    fused = [bias if part.is_whole else None for part, bias in parts]
+    weights = [part.parts for part, _ in parts]
+    of_all = weights[0]["kind"].products(x, fused, weights)
+    return [part.own(y, bias) for y, (part, bias) in zip(of_all, parts, strict=True)]
 
 
 def _operands(part: KbitLinear, bias: torch.Tensor | None) -> tuple:
