@@ -247,30 +247,59 @@ struct TrellisProduct {
     void* y;
     int64_t across, down;
     int bits;
+    Code code;
     TrellisSides sides;
 };
 
-// Whose weight each token has, or `count` for none: those of experts lie one after another, their sides too. Without
-// owners there is one weight.
+// Of experts, rows of x, or those that `rows` picks, follow each other: those of number i are offsets[i] to offsets[i
+// + 1]
+// - 1, of [count + 1]; rows beyond the last have no expert, and y of zeros. Each has so many weights one below the
+// other, all of a product's shape, whose outputs are side by side. With swiglu x has twice as many columns, gates
+// first (inputs/swiglu.cuh). Without offsets there is one weight.
 struct TrellisExperts {
-    const int32_t* owners;
-    int count;
+    const int32_t *offsets, *rows;
+    int count, weights;
+    bool swiglu;
+};
+
+// What the two kernels tell each other: of each product columns [2 * tokens, padded_in] and tokens [tokens]; sums, as
+// many as few_trellis_sums says; counts, of each row of experts as many as few_trellis_counts says; and of experts the
+// rows' weights.
+struct FewTrellisRoom {
+    int8_t* columns;
+    TrellisToken* tokens;
+    int32_t* sums;
+    uint32_t* counts;
+    int32_t* weights;
 };
 
 // Up to kFewTrellisParts products of the same x, across, bits, in_features and block, of up to kFewTrellisTokens
-// tokens; or one of up to kFewTrellisRows of experts. in_features are at most kMostFewTrellisFeatures. What the two
-// kernels tell each other: of each product columns [2 * tokens, padded_in] and of_tokens [tokens]; sums, as many as
-// few_trellis_sums says; counts, of each row of experts as many as few_trellis_counts says. Overlaps with the kernel
-// launched before it. Compute capability 8.0 and newer.
+// tokens; or one of experts, of up to kFewTrellisRows, rows times weights. in_features are at most
+// kMostFewTrellisFeatures. Overlaps with the kernel launched before it. Compute capability 8.0 and newer.
 cudaError_t few_trellis_tokens(const std::vector<TrellisProduct>& products, const TrellisExperts& experts, Dtype dtype,
-                               int64_t tokens, const FewTrellisPlan& plan, int8_t* columns, TrellisToken* of_tokens,
-                               int32_t* sums, uint32_t* counts, const Gpu& gpu, cudaStream_t stream);
+                               int64_t tokens, const FewTrellisPlan& plan, const FewTrellisRoom& room, const Gpu& gpu,
+                               cudaStream_t stream);
 
-// Of as many tokens as many_trellis_tokens (a plan's) says; out_features and in_features are at most kMostFeatures. Of
-// the plan, inputs [tokens, many_trellis_width], units [tokens] and sums, many_trellis_sums of many_trellis_sum_bytes,
-// are for what its three kernels tell each other. Compute capability 9.0.
-cudaError_t many_trellis_tokens(const TrellisProduct& product, Dtype dtype, int64_t tokens,
-                                const ManyTrellisPlan& plan, uint16_t* inputs, float* units, void* sums,
+// Rows `first` to `end` - 1 of a weight's inputs; the first tile's weight is how many others there are.
+struct ManyTrellisTile {
+    int weight, first, end;
+};
+// What the kernels tell each other, rows being tokens times weights of an expert: inputs, float16 or int8 [rows,
+// many_trellis_width], units [rows], sums, many_trellis_sums of many_trellis_sum_bytes; of int8 row_sums [rows]; of
+// experts the rows' weights [rows], and tiles, 1 + most_many_trellis_tiles.
+struct ManyTrellisRoom {
+    void* inputs;
+    float* units;
+    void* sums;
+    int32_t* row_sums;
+    int32_t* weights;
+    ManyTrellisTile* tiles;
+};
+
+// Of as many tokens as many_trellis_tokens (a plan's) says, or any number of int8 or of experts; out_features and
+// in_features are at most kMostFeatures, sums of a part at most 2**31. Compute capability 9.0.
+cudaError_t many_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
+                                int64_t tokens, const ManyTrellisPlan& plan, const ManyTrellisRoom& room,
                                 const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

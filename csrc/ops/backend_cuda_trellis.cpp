@@ -48,6 +48,11 @@ struct Weight {
         check_side("svh", svh, down, matrix[0], block);
     }
 
+    TrellisSides sides(ShapeRef matrix, int64_t block) const {
+        return {read<uint16_t>(suh), read<uint16_t>(svh),    matrix[1], matrix[0], kTrellisTile * across,
+                kTrellisTile * down, static_cast<int>(block)};
+    }
+
     static void check_side(std::string_view name, const Tensor& scales, int64_t tiles, int64_t features,
                            int64_t block) {
         const int64_t padded = kTrellisTile * tiles;
@@ -68,7 +73,7 @@ struct Product {
     const cuda::TrellisProduct arguments;
 
     Product(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
-            const Tensor& svh, ShapeRef matrix, int64_t block)
+            const Tensor& svh, ShapeRef matrix, Code code, int64_t block)
         : weight(words, suh, svh, matrix, block),
           x(readable(x)),
           bias(bias ? std::optional<Tensor>(readable(*bias)) : std::nullopt),
@@ -81,8 +86,8 @@ struct Product {
                     weight.across,
                     weight.down,
                     weight.bits,
-                    {read<uint16_t>(weight.suh), read<uint16_t>(weight.svh), x.size(-1), matrix[0],
-                     kTrellisTile * weight.across, kTrellisTile * weight.down, static_cast<int>(block)}} {
+                    code,
+                    weight.sides(matrix, block)} {
         if (x.size(-1) != matrix[1]) {
             refuse("x", "shape " + to_string(shape_of(x)), "[*, " + std::to_string(matrix[1]) + "]");
         }
@@ -96,40 +101,29 @@ struct Product {
     }
 };
 
-// y of products that share x, widths, code and block, up to kFewTrellisParts, or of one of rows of experts.
-std::vector<Tensor> few_tokens(const std::vector<Product>& products, const cuda::TrellisExperts& experts,
-                               const Launch& launch) {
-    const Product& one = products.at(0);
-    std::vector<cuda::TrellisProduct> arguments;
+constexpr cuda::TrellisExperts kNoExperts = {nullptr, nullptr, 1, 1, false};
+
+// Products that share x, widths, code and block, up to kFewTrellisParts, or one of rows of experts.
+void few_tokens(const std::vector<cuda::TrellisProduct>& products, const cuda::TrellisExperts& experts,
+                const Tensor& x, int64_t tokens, const Launch& launch) {
+    const auto& one = products.at(0);
     std::vector<int64_t> downs;
-    std::vector<Tensor> y;
-    for (const Product& product : products) {
-        product.check_at_most(experts.owners ? kFewTrellisRows : kFewTrellisTokens);
-        if (product.weight.across != one.weight.across || product.weight.bits != one.weight.bits) {
-            refuse("words",
-                   "shape " + to_string(shape_of(product.weight.tiles)) + " beside " +
-                       to_string(shape_of(one.weight.tiles)),
-                   "products of one width and as many bits");
-        }
-        arguments.push_back(product.arguments);
-        downs.push_back(product.weight.down);
-        y.push_back(product.y);
-    }
-    const int64_t tokens = one.tokens, rows = experts.owners ? tokens : 1,
-                  items = tokens * static_cast<int64_t>(products.size());
-    const FewTrellisPlan plan = plan_few_trellis(rows, one.weight.across, downs, one.weight.bits,
-                                                 static_cast<int>(2 * tokens / rows), launch.gpu);
-    const Tensor& x = one.x;
-    Tensor columns = new_tensor(x, {2 * items, arguments[0].sides.padded_in}, ScalarType::Char);
+    for (const auto& product : products) downs.push_back(product.down);
+    const int64_t rows = experts.offsets ? tokens * experts.weights : 1,
+                  items = tokens * experts.weights * static_cast<int64_t>(products.size());
+    const FewTrellisPlan plan = plan_few_trellis(rows, one.across, downs, one.bits,
+                                                 static_cast<int>(experts.offsets ? 2 : 2 * tokens), launch.gpu);
+    Tensor columns = new_tensor(x, {2 * items, one.sides.padded_in}, ScalarType::Char);
     Tensor of_tokens = new_tensor(x, {items * static_cast<int64_t>(sizeof(TrellisToken))}, ScalarType::Byte);
-    Tensor sums = new_tensor(x, {few_trellis_sums(plan, tokens)}, ScalarType::Int);
+    Tensor sums = new_tensor(x, {few_trellis_sums(plan, experts.offsets ? rows : tokens)}, ScalarType::Int);
     Tensor counts = new_tensor(x, {rows * few_trellis_counts(plan)}, ScalarType::Int);
+    Tensor weights = new_tensor(x, {experts.offsets ? rows : 0}, ScalarType::Int);
+    const cuda::FewTrellisRoom room{write<int8_t>(columns), write<TrellisToken>(of_tokens), write<int32_t>(sums),
+                                    write<uint32_t>(counts), write<int32_t>(weights)};
     check("few_trellis_tokens",
-          cuda::few_trellis_tokens(arguments, experts, float_dtype("x", x.scalar_type(), false), tokens, plan,
-                                   write<int8_t>(columns), write<TrellisToken>(of_tokens), write<int32_t>(sums),
-                                   write<uint32_t>(counts), launch.gpu, launch.stream),
+          cuda::few_trellis_tokens(products, experts, float_dtype("x", x.scalar_type(), false), tokens, plan, room,
+                                   launch.gpu, launch.stream),
           plan);
-    return y;
 }
 
 // Products of up to kFewTrellisTokens tokens by weights of code mul1 and one width (hf_kbit/ops/trellis.py).
@@ -146,43 +140,108 @@ std::vector<Tensor> gemm_trellis_few(const Tensor& x, std::vector<std::optional<
     const Launch launch(x);
     const Tensor rows = readable(x);
     std::vector<Product> products;
+    std::vector<cuda::TrellisProduct> arguments;
+    std::vector<Tensor> y;
     for (size_t i = 0; i < count; ++i) {
         const Shape matrix{out_features[i], x.size(-1)};
-        products.emplace_back(rows, biases[i], words[i], suh[i], svh[i], matrix, block);
+        const Product& product =
+            products.emplace_back(rows, biases[i], words[i], suh[i], svh[i], matrix, Code::mul1, block);
+        product.check_at_most(kFewTrellisTokens);
+        const Weight &own = product.weight, &first = products[0].weight;
+        if (own.across != first.across || own.bits != first.bits) {
+            refuse("words", "shape " + to_string(shape_of(own.tiles)) + " beside " + to_string(shape_of(first.tiles)),
+                   "products of one width and as many bits");
+        }
+        arguments.push_back(product.arguments);
+        y.push_back(product.y);
     }
-    return few_tokens(products, {nullptr, 1}, launch);
+    few_tokens(arguments, kNoExperts, rows, products[0].tokens, launch);
+    return y;
 }
 
-// Rows by the weights of their owners, int32 [R], among words [experts, ...]; zeros for those of none.
-Tensor gemm_trellis_rows(const Tensor& x, const Tensor& owners, const Tensor& words, const Tensor& suh,
-                         const Tensor& svh, ShapeRef matrix, int64_t block) {
-    const Launch launch(x);
-    const Tensor own = as_contiguous(owners);
-    std::vector<Product> products;
-    products.emplace_back(x, std::nullopt, words, suh, svh, matrix, block);
-    return few_tokens(products, {read<int32_t>(own), static_cast<int>(words.size(0))}, launch)[0];
+// Kernels that work in whole numbers, or in 8 bits, take code mul1.
+Code check_code_of(const std::string& how, const std::string& code, bool mul1) {
+    const Code its = check_code(code);
+    if (mul1 && its != Code::mul1) refuse("code", code + " and " + how, "mul1");
+    return its;
 }
 
-// A product of as many tokens as hf_kbit_cuda_many_trellis_tokens says.
-Tensor gemm_trellis_many(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
-                         const Tensor& svh, ShapeRef matrix, int64_t block) {
-    const Dtype dtype = float_dtype("x", x.scalar_type(), false);
-    const Launch launch(x);
-    Product product(x, bias, words, suh, svh, matrix, block);
-    product.check_at_most(many_trellis_tokens(launch.gpu));
-    const int64_t tokens = product.tokens;
-    const ManyTrellisPlan plan =
-        plan_many_trellis(product.arguments.across, product.arguments.down, tokens, launch.gpu);
-    const int64_t width = many_trellis_width(product.arguments.sides.padded_in);
-    Tensor inputs = new_tensor(x, {tokens, width}, ScalarType::Half);
-    Tensor units = new_tensor(x, {tokens}, ScalarType::Float);
-    const int64_t sum_bytes = many_trellis_sums(plan, tokens) * many_trellis_sum_bytes(plan.token_tile);
+void many_tokens(const cuda::TrellisProduct& product, const cuda::TrellisExperts& experts, const Tensor& x,
+                 int64_t tokens, bool int8, const Launch& launch) {
+    const ManyTrellisPlan plan = experts.offsets
+                                     ? plan_many_trellis_experts(product.down, tokens, experts.count, int8, launch.gpu)
+                                     : plan_many_trellis(product.across, product.down, tokens, int8, launch.gpu);
+    const int64_t rows = tokens * experts.weights;
+    // Places of sums are int32 in the kernel.
+    if (rows * plan.row_tiles * kManyTrellisRows >= int64_t{1} << 31) {
+        refuse("x", std::to_string(tokens) + " rows", "fewer than 2**31 outputs");
+    }
+    const int64_t tiles =
+        experts.offsets ? 1 + most_many_trellis_tiles(plan, experts.count, tokens, experts.weights) : 0;
+    Tensor inputs =
+        new_tensor(x, {rows, many_trellis_width(product.sides.padded_in)}, int8 ? ScalarType::Char : ScalarType::Half);
+    Tensor units = new_tensor(x, {rows}, ScalarType::Float);
+    Tensor row_sums = new_tensor(x, {int8 ? rows : 0}, ScalarType::Int);
+    const int64_t sum_bytes = many_trellis_sums(plan, rows) * many_trellis_sum_bytes(plan.token_tile);
     Tensor sums = new_tensor(x, {sum_bytes}, ScalarType::Byte);
+    Tensor weights = new_tensor(x, {experts.offsets ? rows : 0}, ScalarType::Int);
+    Tensor of_tiles = new_tensor(x, {tiles * static_cast<int64_t>(sizeof(cuda::ManyTrellisTile))}, ScalarType::Byte);
+    const cuda::ManyTrellisRoom room{inputs.mutable_data_ptr(), write<float>(units),
+                                     sums.mutable_data_ptr(),   write<int32_t>(row_sums),
+                                     write<int32_t>(weights),   write<cuda::ManyTrellisTile>(of_tiles)};
     check("many_trellis_tokens",
-          cuda::many_trellis_tokens(product.arguments, dtype, tokens, plan, write<uint16_t>(inputs),
-                                    write<float>(units), sums.mutable_data_ptr(), launch.gpu, launch.stream),
+          cuda::many_trellis_tokens(product, experts, float_dtype("x", x.scalar_type(), false), tokens, plan, room,
+                                    launch.gpu, launch.stream),
           plan);
+}
+
+// A product of as many tokens as hf_kbit_cuda_many_trellis_tokens says; of any number, if inputs are rounded to 8
+// bits.
+Tensor gemm_trellis_many(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
+                         const Tensor& svh, ShapeRef matrix, std::string code, int64_t block, bool int8) {
+    const Launch launch(x);
+    const Product product(x, bias, words, suh, svh, matrix, check_code_of("int8", code, int8), block);
+    if (!int8) product.check_at_most(many_trellis_tokens(launch.gpu));
+    many_tokens(product.arguments, kNoExperts, product.x, product.tokens, int8, launch);
     return product.y;
+}
+
+// y [R, weights * N] of experts (kernels.h), words [experts, weights, ...], matrix being [N, K] of one; offsets and
+// rows int32. how: "few", of at most kFewTrellisRows rows times weights, "many" or "int8".
+Tensor gemm_trellis_experts(const Tensor& x, const std::optional<Tensor>& rows, const Tensor& offsets,
+                            const Tensor& words, const Tensor& suh, const Tensor& svh, ShapeRef matrix,
+                            std::string code, int64_t block, bool swiglu, std::string how) {
+    const Launch launch(x);
+    const Tensor own_x = readable(x), own_offsets = as_contiguous(offsets);
+    const auto own_rows = rows ? std::optional<Tensor>(as_contiguous(*rows)) : std::nullopt;
+    const Weight weight(words, suh, svh, matrix, block);
+    const int64_t tokens = rows ? rows->numel() : x.size(0), count = words.size(0), weights = words.size(1);
+    if (offsets.numel() != count + 1) {
+        refuse("offsets", std::to_string(offsets.numel()), std::to_string(count + 1));
+    }
+    if (x.dim() != 2 || x.size(1) != matrix[1] * (swiglu ? 2 : 1)) {
+        refuse("x", "shape " + to_string(shape_of(x)), "[*, " + std::to_string(matrix[1] * (swiglu ? 2 : 1)) + "]");
+    }
+    Tensor y = new_tensor(x, {tokens, weights * matrix[0]}, x.scalar_type());
+    const cuda::TrellisProduct product{own_x.const_data_ptr(),
+                                       read<uint32_t>(weight.tiles),
+                                       nullptr,
+                                       y.mutable_data_ptr(),
+                                       weight.across,
+                                       weight.down,
+                                       weight.bits,
+                                       check_code_of(how, code, how != "many"),
+                                       weight.sides(matrix, block)};
+    const cuda::TrellisExperts experts{read<int32_t>(own_offsets), own_rows ? read<int32_t>(*own_rows) : nullptr,
+                                       static_cast<int>(count), static_cast<int>(weights), swiglu};
+    if (how != "few") {
+        many_tokens(product, experts, x, tokens, how == "int8", launch);
+    } else if (tokens * weights <= kFewTrellisRows) {
+        few_tokens({product}, experts, x, tokens, launch);
+    } else {
+        refuse("x", std::to_string(tokens) + " rows", "at most " + std::to_string(kFewTrellisRows / weights));
+    }
+    return y;
 }
 
 // The weights [*, N, K] in 16 bits of trellises whose sides are rotated in blocks of 128.
@@ -205,8 +264,8 @@ Tensor dense_trellis(const Tensor& words, const Tensor& suh, const Tensor& svh, 
 
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, CUDA, library) {
     library.impl("gemm_trellis_few", TORCH_BOX(&gemm_trellis_few));
-    library.impl("gemm_trellis_rows", TORCH_BOX(&gemm_trellis_rows));
     library.impl("gemm_trellis_many", TORCH_BOX(&gemm_trellis_many));
+    library.impl("gemm_trellis_experts", TORCH_BOX(&gemm_trellis_experts));
     library.impl("dense_trellis", TORCH_BOX(&dense_trellis));
 }
 

@@ -307,13 +307,16 @@ class TrellisDecoding(Decoding):
     marks = "trellis"
     names = "trellis", "suh", "svh"
     transformed = True
-    keeps_inputs = "a trellis"
     read_whole = True
 
     bits: int
     code: str = "mul1"
     block: int = ROTATED
     stacked: int = 1
+
+    @property
+    def keeps_inputs(self) -> str:
+        return "" if self.code == "mul1" else f"a trellis of code {self.code!r}"
 
     @property
     def units(self) -> tuple[int, int]:

@@ -92,8 +92,11 @@ class KbitProjection(KbitProduct):
                 self.refuse(x, width)
             x = cast_for_autocast(x)
             bias = None if bias is None else bias.to(x.dtype)
-            if self.inputs is None or self.training or columns is None or not can_round(x, bias):
-                y = parts["kind"].experts_product(x, parts, bias, rows, offsets, swiglu)
+            rounds = self.inputs is not None and not self.training and can_round(x, bias)
+            if columns is None or not rounds:
+                kind = parts["kind"]
+                multiply = kind.experts_product_int8 if rounds else kind.experts_product
+                y = multiply(x, parts, bias, rows, offsets, swiglu)
             else:
                 how = bias, rows, offsets, rows_of_weight, columns, self.find_inverses(parts), swiglu
                 y = gemm_experts_int8(x, parts["words"], parts["absmax"], parts["codebook"], *how)

@@ -21,14 +21,14 @@ class KbitProduct(KbitWeight):
     def take_inputs(self, inputs: str | None) -> None:
         """Sets ``inputs``, if the weight is transformed, and finds what products need for it."""
         self.inputs = None if self.decoding.keeps_inputs else inputs
-        if self.inputs:
+        if self.inputs and "columns" in self.parts:
             self.find_inverses(self.parts)  # so that compiled code has them too
 
     def product_int8(self, x: torch.Tensor, parts: dict, bias: torch.Tensor | None) -> torch.Tensor:
         """The product of a matrix with 8-bit inputs, if it has one (``Decoding.keeps_inputs``)."""
         columns = parts.get("columns")
         if columns is None:
-            return parts["kind"].product(x, parts, bias)
+            return parts["kind"].product_int8(x, parts, bias)
         packed = parts["words"], parts["absmax"], parts["codebook"]
         return product_int8(x, *packed, bias, parts["matrix"][0], columns, self.find_inverses(parts))
 

@@ -17,8 +17,8 @@ from hf_kbit.format.reference import is_tiled
 from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
-TRELLIS = OPS.gemm_trellis.default
-PRODUCTS = OPS.gemm_inference.default, OPS.gemm_int8.default, TRELLIS
+TRELLIS = OPS.gemm_trellis.default, OPS.gemm_trellis_int8.default
+PRODUCTS = OPS.gemm_inference.default, OPS.gemm_int8.default, *TRELLIS
 
 
 def install() -> None:
@@ -30,7 +30,7 @@ def install() -> None:
 
 class JoinProducts(CustomGraphPass):
     """Replaces ``gemm_inference`` nodes of one input and one width by ``gemm_group``, as many as one takes,
-    ``gemm_int8`` nodes likewise, and ``gemm_trellis`` nodes by ``gemm_trellis_group``."""
+    ``gemm_int8`` nodes likewise, and those of trellises by ``gemm_trellis_group``."""
 
     def __init__(self, most_tokens: int, most_products: int):
         self.most_tokens, self.most_products = most_tokens, most_products
@@ -65,7 +65,7 @@ def _has_tokens(node: Node, most_tokens: int) -> bool:
 
 def _kind(node: Node) -> tuple:
     """What products of one op have in common beside x; empty where none takes this one."""
-    if node.target == TRELLIS:
+    if node.target in TRELLIS:
         _, _, words, *_, code, block = node.args
         return words.meta["val"].shape[-1], code, block
     weight, absmax, codebook = (argument.meta["val"] for argument in node.args[1:4])
@@ -91,13 +91,13 @@ def _arguments(node: Node) -> list:
 
 def _join(graph: Graph, place: Node, nodes: list[Node]) -> None:
     x, target = nodes[0].args[0], nodes[0].target
-    if target == TRELLIS:
+    if target in TRELLIS:
         *of_each, shapes, codes, blocks = map(list, zip(*(node.args[1:] for node in nodes), strict=True))
-        how = *of_each, [rows for rows, _ in shapes], codes[0], blocks[0]
+        how = *of_each, [rows for rows, _ in shapes], codes[0], blocks[0], target == OPS.gemm_trellis_int8.default
     else:
         how = map(list, zip(*map(_arguments, nodes), strict=True))
     with graph.inserting_before(place):
-        op = OPS.gemm_trellis_group.default if target == TRELLIS else OPS.gemm_group.default
+        op = OPS.gemm_trellis_group.default if target in TRELLIS else OPS.gemm_group.default
         group = graph.call_function(op, (x, *how))
         group.meta["val"] = [node.meta["val"] for node in nodes]
         for index, node in enumerate(nodes):

@@ -25,6 +25,7 @@ from torch.utils.flop_counter import register_flop_formula
 from hf_kbit.format.trellis import rotate
 from hf_kbit.ops import native
 from hf_kbit.ops.autograd import (
+    can_round,
     check_can_train,
     register,
     swiglu_backward,
@@ -38,8 +39,10 @@ from hf_kbit.ops.table import LIBRARY
 
 OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
-# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts.
-MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS, MOST_IN_A_LAUNCH = 2**15, 16, 2**12, 4
+# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts, weights at once; and rows
+# or columns of those for many tokens, and their results, padded.
+MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS, MOST_IN_A_LAUNCH, MOST_FEATURES = 2**15, 16, 2**12, 4, 2**27
+MOST_SUMS = 2**31
 
 
 def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
@@ -48,16 +51,26 @@ def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: in
     return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
 
 
-def products(x, biases: Sequence, weights: Sequence[tuple]) -> list[torch.Tensor]:
-    """``product`` of one x by several weights, whose code and block are the same."""
+def product_int8(x, bias, *weight) -> torch.Tensor:
+    """``product`` of inputs that may be rounded to 8 bits, where that is faster and no gradient is wanted."""
+    return OPS.gemm_trellis_int8(x, bias, *weight) if can_round(x, bias) else product(x, bias, *weight)
+
+
+def products(x, biases: Sequence, weights: Sequence[tuple], int8: bool) -> list[torch.Tensor]:
+    """``product`` of one x by several weights, whose code and block are the same, or ``product_int8``."""
     words, suhs, svhs, shapes, (code, *_), (block, *_) = zip(*weights, strict=True)
     rows = [shape[0] for shape in shapes]
-    return OPS.gemm_trellis_group(x, list(biases), list(words), list(suhs), list(svhs), rows, code, block)
+    return OPS.gemm_trellis_group(x, list(biases), list(words), list(suhs), list(svhs), rows, code, block, int8)
 
 
 def experts_product(x, bias, rows, offsets, words, suh, svh, shape, code: str, block: int, swiglu: bool):
     """As ``ops.gemm_experts``."""
     return OPS.gemm_experts_trellis(x, bias, rows, offsets, words, suh, svh, list(shape), code, block, swiglu)
+
+
+def experts_product_int8(x, bias, *how):
+    """``experts_product``, as ``product_int8``."""
+    return (OPS.gemm_experts_trellis_int8 if can_round(x, bias) else OPS.gemm_experts_trellis)(x, bias, *how)
 
 
 def _check_can_multiply(x: torch.Tensor, shape: Sequence[int], code: str) -> None:
@@ -119,11 +132,13 @@ def _multiplied(x, first, multiply: Callable, second, block: int, size: int) -> 
 # --- kernels of the CUDA library ------------------------------------------------------------------
 
 _SIDES = "Tensor words, Tensor suh, Tensor svh, int[] shape"
-# Of code mul1, and for few tokens several weights of one width, whose rows are told.
-LIBRARY.define(f"gemm_trellis_many(Tensor x, Tensor? bias, {_SIDES}, int block) -> Tensor")
+# For few tokens several weights of one width and of code mul1, whose rows are told.
+LIBRARY.define(f"gemm_trellis_many(Tensor x, Tensor? bias, {_WEIGHT}, bool int8) -> Tensor")
 _SEVERAL = "Tensor x, Tensor?[] biases, Tensor[] words, Tensor[] suh, Tensor[] svh, int[] rows"
 LIBRARY.define(f"gemm_trellis_few({_SEVERAL}, int block) -> Tensor[]")
-LIBRARY.define(f"gemm_trellis_rows(Tensor x, Tensor owners, {_SIDES}, int block) -> Tensor")
+LIBRARY.define(
+    f"gemm_trellis_experts(Tensor x, Tensor? rows, Tensor offsets, {_WEIGHT}, bool swiglu, str how) -> Tensor"
+)
 LIBRARY.define(f"dense_trellis({_SIDES}, str code, ScalarType dtype) -> Tensor")
 
 
@@ -145,19 +160,10 @@ def _few(x, *of_each) -> list[torch.Tensor]:
     return [torch.cat(each).unflatten(0, x.shape[:-1]) for each in of_parts]
 
 
-def _are_many(x: torch.Tensor, rows: int) -> bool:
-    """Whether a weight of so many rows is decoded in registers for many tokens."""
-    if x.numel() == 0 or not _is_half_on_gpu(x) or native.batch_invariant:
-        return False
-    width = x.shape[-1]
-    return x.numel() // width <= native.many_trellis_tokens(x.device) and max(width, rows) <= 2**27
-
-
-def _reads_few_experts(x: torch.Tensor, experts: int) -> bool:
-    """Whether each row of experts reads the weight that it has, as rows are few."""
-    rows, width = x.shape
-    few = rows <= min(2 * experts, MOST_FEW_ROWS) or native.batch_invariant
-    return few and rows > 0 and width <= MOST_IN_WHOLE_NUMBERS and _is_half_on_gpu(x)
+def _most_many(x: torch.Tensor) -> int:
+    """The most tokens of x for which a weight is decoded in registers of Hopper's."""
+    can = x.numel() > 0 and x.shape[-1] <= MOST_FEATURES and _is_half_on_gpu(x) and not native.batch_invariant
+    return native.many_trellis_tokens(x.device) if can else 0
 
 
 def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
@@ -204,11 +210,10 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 )
 def _(x, bias, words, suh, svh, shape, code, block):
     _check_can_multiply(x, shape, code)
-    if code == "mul1":
-        if _are_few(x):
-            return _few(x, [bias], [words], [suh], [svh], [shape[0]], block)[0]
-        if _are_many(x, shape[0]):
-            return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, block)
+    if code == "mul1" and _are_few(x):
+        return _few(x, [bias], [words], [suh], [svh], [shape[0]], block)[0]
+    if x.numel() <= _most_many(x) * x.shape[-1] and shape[0] <= MOST_FEATURES:
+        return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, code, block, False)
     if _makes_dense(x, suh, svh, block):
         return F.linear(x, OPS.dense_trellis(words, suh, svh, shape, code, x.dtype), bias)
     matrix = _inner(words, code, x.dtype).mT
@@ -216,26 +221,37 @@ def _(x, bias, words, suh, svh, shape, code, block):
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+@_op(
+    f"gemm_trellis_int8(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
+    lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
+)
+def _(x, bias, words, suh, svh, shape, code, block):
+    fits = x.numel() // max(1, x.shape[-1]) * (svh.shape[-1] + 128) < MOST_SUMS
+    if code == "mul1" and not _are_few(x) and _most_many(x) and shape[0] <= MOST_FEATURES and fits:
+        return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, code, block, True)
+    return OPS.gemm_trellis(x, bias, words, suh, svh, shape, code, block)
+
+
 # Several weights, of which ``inductor`` joins products.
-LIBRARY.define(f"gemm_trellis_group({_SEVERAL}, str code, int block) -> Tensor[]")
+LIBRARY.define(f"gemm_trellis_group({_SEVERAL}, str code, int block, bool int8) -> Tensor[]")
 
 
-def _group(x, biases, words, suhs, svhs, rows, code, block):
+def _group(x, biases, words, suhs, svhs, rows, code, block, int8):
     packed = list(zip(biases, words, suhs, svhs, rows, strict=True))
     alike = len({each.shape[-2:] for each in words}) == 1
     if code == "mul1" and alike and _are_few(x):
         most = MOST_IN_A_LAUNCH
         launches = (packed[start : start + most] for start in range(0, len(packed), most))
         return [y for some in launches for y in _few(x, *map(list, zip(*some, strict=True)), block)]
-    width = x.shape[-1]
-    return [OPS.gemm_trellis(x, bias, *how, [count, width], code, block) for bias, *how, count in packed]
+    width, multiply = x.shape[-1], OPS.gemm_trellis_int8 if int8 else OPS.gemm_trellis
+    return [multiply(x, bias, *how, [count, width], code, block) for bias, *how, count in packed]
 
 
 LIBRARY.impl("gemm_trellis_group", _group, "CompositeExplicitAutograd")
 
 
 @torch.library.register_fake("hf_kbit::gemm_trellis_group", lib=LIBRARY)
-def _(x, biases, words, suhs, svhs, rows, code, block):
+def _(x, biases, words, suhs, svhs, rows, code, block, int8):
     return [x.new_empty((*x.shape[:-1], count)) for count in rows]
 
 
@@ -282,18 +298,46 @@ register("gemm_trellis_gradient", _gradient_setup_context, _gradient_backward)
 # --- experts --------------------------------------------------------------------------------------
 
 
+def _with_groups(words, *sides) -> list[torch.Tensor]:
+    """With a dimension behind that of experts, for how many matrices of one lie one below the other."""
+    return [
+        words if words.dim() == 5 else words[:, None],
+        *(each if each.dim() == 3 else each[:, None] for each in sides),
+    ]
+
+
+def _by_a_kernel(x, rows, offsets, words, suh, svh, shape, code: str, block: int, swiglu: bool, int8: bool):
+    """``[R, N]`` by a kernel for rows of all experts, or None. Few rows are products by themselves, which read the
+    weights that they have; more share tiles of one expert."""
+    tokens, width = len(x if rows is None else rows), shape[1]
+    if tokens == 0 or not _is_half_on_gpu(x):
+        return None
+    words, suh, svh = _with_groups(words, suh, svh)
+    count, groups = words.shape[:2]
+    can_share = _most_many(x) > 0 and tokens * groups * (svh.shape[-1] + 128) < MOST_SUMS
+    few = tokens <= (count / 2 if can_share else min(2 * count, MOST_FEW_ROWS)) or native.batch_invariant
+    offsets, packed = offsets.int(), (words, suh, svh, [shape[0] // groups, width], code, block, swiglu)
+    rows = None if rows is None else rows.int()
+    if few and code == "mul1" and width <= MOST_IN_WHOLE_NUMBERS:
+        step = MOST_FEW_ROWS // groups
+        if tokens <= step:
+            return OPS.gemm_trellis_experts(x, rows, offsets, *packed, "few")
+        picked = torch.arange(tokens, dtype=torch.int32, device=x.device) if rows is None else rows
+        return torch.cat(
+            [
+                OPS.gemm_trellis_experts(x, some, (offsets - step * i).clamp(0, len(some)), *packed, "few")
+                for i, some in enumerate(picked.split(step))
+            ]
+        )
+    how = "int8" if int8 and code == "mul1" else "many"
+    return OPS.gemm_trellis_experts(x, rows, offsets, *packed, how) if can_share else None
+
+
 def _of_experts(x, first, words, second, offsets, code: str, block: int, size: int, forward: bool):
     """``[R, size]`` for the rows ``[R, k]`` of each expert; zeros for those of none. Several matrices of an expert lie
     one below the other: forward their results, and backward what goes into them are side by side."""
-    stacked = first.dim() == 3
-    first, second = (each if stacked else each[:, None] for each in (first, second))
-    words = words if words.dim() == 5 else words[:, None]
+    words, first, second = _with_groups(words, first, second)
     groups = words.shape[1]
-    if forward and code == "mul1" and _reads_few_experts(x, len(words)):
-        owners = owners_of(len(x), offsets)[:, None] * groups + torch.arange(groups, device=x.device)
-        how = *(each.flatten(0, 1) for each in (words, first, second)), [size // groups, x.shape[1]], block
-        rows = x.repeat_interleave(groups, 0).split(MOST_FEW_ROWS), owners.flatten().int().split(MOST_FEW_ROWS)
-        return torch.cat([OPS.gemm_trellis_rows(*some, *how) for some in zip(*rows, strict=True)]).view(len(x), size)
     parts = [x] * groups if forward else x.chunk(groups, -1)
     made = []
     for group, part in enumerate(parts):
@@ -325,21 +369,26 @@ def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: 
     return torch.cat([*parts, x.new_zeros(len(x) - numbers[-1], size)])
 
 
-@_op(
-    f"gemm_experts_trellis(Tensor x, Tensor? bias, Tensor? rows, Tensor offsets, {_WEIGHT}, bool swiglu) -> Tensor",
-    lambda x, _, rows, __, w, u, v, shape, *___: ((x if rows is None else rows).shape[0], shape[0]),
-)
-def _(x, bias, rows, offsets, words, suh, svh, shape, code, block, swiglu):
+def _experts(x, bias, rows, offsets, words, suh, svh, shape, code, block, swiglu, int8=False):
     _check_can_multiply(x, shape, code)
-    if swiglu:
-        gate, up = x.to(wide(x)).chunk(2, dim=-1)
-        x = (F.silu(gate) * up).to(x.dtype)
-    x = x if rows is None else x[rows]
-    y = _of_experts(x, suh, words, svh, offsets, code, block, shape[0], True)
+    y = _by_a_kernel(x, rows, offsets, words, suh, svh, shape, code, block, swiglu, int8)
+    if y is None:
+        if swiglu:
+            gate, up = x.to(wide(x)).chunk(2, dim=-1)
+            x = (F.silu(gate) * up).to(x.dtype)
+        x = x if rows is None else x[rows]
+        y = _of_experts(x, suh, words, svh, offsets, code, block, shape[0], True)
     if bias is not None:
-        owners = owners_of(len(x), offsets)
+        owners = owners_of(len(y), offsets)
         y = y + torch.cat([bias, bias.new_zeros(1, bias.shape[1])])[owners]
     return y.to(x.dtype)
+
+
+for _name, _int8 in (("gemm_experts_trellis", False), ("gemm_experts_trellis_int8", True)):
+    _op(
+        f"{_name}(Tensor x, Tensor? bias, Tensor? rows, Tensor offsets, {_WEIGHT}, bool swiglu) -> Tensor",
+        lambda x, _, rows, __, w, u, v, shape, *___: ((x if rows is None else rows).shape[0], shape[0]),
+    )(partial(_experts, int8=_int8))
 
 
 @_op(
@@ -384,7 +433,9 @@ register("gemm_experts_trellis", _experts_setup_context, _experts_backward)
 register("gemm_experts_trellis_gradient", _experts_gradient_setup_context, _experts_gradient_backward)
 
 
-@register_flop_formula([OPS.gemm_trellis, OPS.gemm_trellis_gradient, OPS.gemm_experts_trellis_gradient])
+@register_flop_formula(
+    [OPS.gemm_trellis, OPS.gemm_trellis_int8, OPS.gemm_trellis_gradient, OPS.gemm_experts_trellis_gradient]
+)
 def _(x, *_, out_shape=None, **__):
     return 2 * x[-1] * math.prod(out_shape)
 
@@ -394,7 +445,7 @@ def _(x, *_, out_shape=None, **__):
     return sum(2 * x[-1] * math.prod(shape) for shape in out_shape)
 
 
-@register_flop_formula(OPS.gemm_experts_trellis)
+@register_flop_formula([OPS.gemm_experts_trellis, OPS.gemm_experts_trellis_int8])
 def _(x, *others, out_shape=None, **_):
     swiglu = len(others) > 9 and others[9]
     return 2 * x[-1] // (2 if swiglu else 1) * math.prod(out_shape)

@@ -197,6 +197,16 @@ class KbitTensor(torch.Tensor):
     def experts_product(x, parts: dict, bias, rows, offsets, swiglu: bool) -> torch.Tensor:
         """As of ``ops.gemm_experts``."""
 
+    # The same of inputs that may be rounded to 8 bits. Scalars need more, which layers keep (``nn/product.py``).
+
+    @classmethod
+    def product_int8(cls, x: torch.Tensor, parts: dict, bias: torch.Tensor | None) -> torch.Tensor:
+        return cls.product(x, parts, bias)
+
+    @classmethod
+    def experts_product_int8(cls, *args) -> torch.Tensor:
+        return cls.experts_product(*args)
+
     @abstractmethod
     def look_up(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows of a table, of which those asked for are decoded and no others."""

@@ -69,14 +69,22 @@ class TrellisTensor(KbitTensor):
     def product(x, parts, bias):
         return ops.product(x, bias, *_operands(parts))
 
+    @classmethod
+    def product_int8(cls, x, parts, bias):
+        return ops.product_int8(x, bias, *_operands(parts))
+
     @staticmethod
-    def products(x: torch.Tensor, biases: list, parts: list[dict]) -> list[torch.Tensor]:
-        """``product`` by several weights, whose code and block are the same."""
-        return ops.products(x, biases, list(map(_operands, parts)))
+    def products(x: torch.Tensor, biases: list, parts: list[dict], int8: bool) -> list[torch.Tensor]:
+        """``product`` by several weights, whose code and block are the same, or ``product_int8``."""
+        return ops.products(x, biases, list(map(_operands, parts)), int8)
 
     @staticmethod
     def experts_product(x, parts, bias, rows, offsets, swiglu):
         return ops.experts_product(x, bias, rows, offsets, *_operands(parts), swiglu)
+
+    @classmethod
+    def experts_product_int8(cls, x, parts, bias, rows, offsets, swiglu):
+        return ops.experts_product_int8(x, bias, rows, offsets, *_operands(parts), swiglu)
 
     def look_up(self, ids):
         """Rows of a block are not apart, so all are decoded."""

@@ -144,17 +144,23 @@ def trellises() -> None:
         run(OPS.encode_trellis, torch.randn(3, 256), bits, 3)
     run(OPS.encode_trellis, torch.randn(300, 256), 8, 1)
     for bits, ((rows, width), block) in itertools.product(trellis.BITS, (((226, 1000), 32), ((300, 900), 128))):
-        how, sides = trellis_operands((3, rows, width), bits, block), [[rows, width], block]
+        how, shape = trellis_operands((3, rows, width), bits, block), [rows, width]
         one = [each[0] for each in how]
         for tokens, dtype in itertools.product((1, 7, 16, 17, 70, 300), HALVES):
             x, bias = torch.randn(tokens, width).to(dtype), torch.randn(rows).to(dtype)
             if tokens > 16:
-                run(OPS.gemm_trellis_many, x, bias, *one, *sides)
+                for code, int8 in (*((code, False) for code in trellis.CODES), ("mul1", True)):
+                    run(OPS.gemm_trellis_many, x, bias, *one, shape, code, block, int8)
             else:
                 run(OPS.gemm_trellis_few, x, [bias, None, bias], *map(list, how), 3 * [rows], block)
-        run(OPS.gemm_trellis_rows, x[:5], torch.tensor([0, 0, 2, 1, 3], dtype=torch.int32), *how, *sides)
+        stacked, offsets = [each[:, None] for each in how], torch.tensor([0, 2, 2, 4], dtype=torch.int32)
+        picked = torch.tensor([0, 0, 2, 1, 3], dtype=torch.int32)
+        for kind, swiglu in itertools.product(("few", "many", "int8"), (False, True)):
+            own = torch.randn(5, width * (1 + swiglu)).to(dtype)
+            for its_rows in (None, picked):
+                run(OPS.gemm_trellis_experts, own, its_rows, offsets, *stacked, shape, "mul1", block, swiglu, kind)
         for code in trellis.CODES if block == 128 else ():
-            run(OPS.dense_trellis, *how, [rows, width], code, dtype)
+            run(OPS.dense_trellis, *how, shape, code, dtype)
 
 
 def trellis_operands(shape: tuple, bits: int, block: int) -> list[torch.Tensor]:

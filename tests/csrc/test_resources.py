@@ -13,7 +13,13 @@ import hf_kbit
 
 LIBRARY = Path(hf_kbit.__file__).with_name("libhf_kbit_cuda.so")
 PRODUCTS = "HGMMA", "IGMMA"
-MOST_STACK = 8  # bytes, of counters outside the loop over row tiles, in instances of gemm_kernel for 9 to 16 tokens
+# Bytes of some kernels: of counters outside the loop over row tiles, for 9 to 16 tokens; while groups of warps
+# exchange sums, of trellises with 128 tokens of int8; of where a weight lies, once in each step of 64 inputs.
+MOST_STACK = {
+    r"gemm_kernelILi\dE(6__half|13__nv_bfloat16)Li2ELi16E": 8,
+    r"multiply_many_kernelILi\dE\w+aLi128E": 8,
+    r"multiply_trellis_kernelILi[78]ELi1E": 16,
+}
 
 
 def cuobjdump(option: str) -> str:
@@ -30,8 +36,11 @@ def test_all_is_kept_in_registers():
     printed = cuobjdump("--dump-resource-usage")
     stacks = {name: int(size) for name, size in re.findall(r"Function (\w+):\s+REG:\d+ STACK:(\d+)", printed)}
     assert len(stacks) > 300
-    few = re.compile(r"gemm_kernelILi\dE(6__half|13__nv_bfloat16)Li2ELi16E")
-    assert not [f"{n}: {size}" for n, size in stacks.items() if size > (MOST_STACK if few.search(n) else 0)]
+
+    def most(name: str) -> int:
+        return max((size for part, size in MOST_STACK.items() if re.search(part, name)), default=0)
+
+    assert not [f"{name}: {size}" for name, size in stacks.items() if size > most(name)]
 
 
 def overwritten(listing: str) -> list[str]:
@@ -91,8 +100,8 @@ def test_operands_of_wgmma_stay_until_it_is_done():
     kernels = {name: part for name, part in zip(parts[1::2], parts[2::2], strict=True) if re.search("[HI]GMMA", part)}
     if not kernels:
         pytest.skip("the CUDA library has no code for Hopper")
-    assert len(kernels) == 232, (
-        "expected 92, 40 and 8 of gemm, experts and gradient_wgmma, 40 and 20 of both with int8, 32 of many_tokens"
+    assert len(kernels) == 328, (
+        "expected 92, 40 and 8 of gemm, experts and gradient_wgmma, 40 and 20 of both with int8, 128 of many_tokens"
     )
     faults = {name: wrong for name, part in kernels.items() if (wrong := overwritten(part))}
     assert not faults, "\n".join(f"{name}: {wrong}" for name, wrong in faults.items())

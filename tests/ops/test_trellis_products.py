@@ -1,6 +1,7 @@
 """Products by weights that have a trellis, beside their decoded weights in float64, with their gradients."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -168,25 +169,26 @@ def test_several_weights_of_one_input(code, dtype, device):
             x = torch.randn(tokens, width, device=device).to(dtype)
             alone = [F.linear(x, own, bias) for own, bias in zip(packed, biases, strict=True)]
             for count in (1, 3, 5):
-                found = ops.products(x, biases[:count], list(map(operands, packed[:count])))
+                found = ops.products(x, biases[:count], list(map(operands, packed[:count])), False)
                 assert all(map(torch.equal, found, alone)) and len(found) == count
-            found = ops.products(x[:, None], [None, None], [operands(packed[1]), operands(wide)])
+            found = ops.products(x[:, None], [None, None], [operands(packed[1]), operands(wide)], False)
             assert torch.equal(found[0][:, 0], alone[1]) and torch.equal(found[1][:, 0], F.linear(x, wide))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("bits", range(1, 9))
-def test_many_tokens_on_a_gpu(bits, dtype):
+def test_many_tokens_on_a_gpu(bits, code, dtype):
     """Shapes that leave tiles with less than a whole one, a single step, K divided among CTAs, several tiles of each;
     a token of zeros, and one with NaN, which stays alone."""
     for (rows, width), block in (((226, 1000), 32), ((320, 90), 64), ((300, 4600), 64), ((4224, 8192), 128)):
-        packed = weight(TrellisDecoding(bits, block=block), rows, width).moved("cuda")
+        packed = weight(TrellisDecoding(bits, code, block=block), rows, width).moved("cuda")
         x, bias = (torch.randn(size, device="cuda").to(dtype) for size in ((1100, width), (rows,)))
         dense = packed.dequantize(torch.float64)
         x[3] = 0
         exact = x.double() @ dense.T
-        for tokens in (17, 33, 100, 255, 257, 1100):
+        for tokens in (1, 9, 17, 33, 100, 255, 257, 1100):
             assert near(F.linear(x[:tokens], packed), exact[:tokens], dtype)
         y = F.linear(x[:40], packed, bias)
         assert near(y, exact[:40] + bias.double(), dtype) and torch.equal(y[3], bias)
@@ -314,15 +316,28 @@ def test_experts(stacked, swiglu, device):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
+def gathered_and_gated(y: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, packed: KbitTensor) -> None:
+    """y again, with x in another order, and x with a gate beside what it makes of it."""
+    order = torch.randperm(len(x), device=x.device)
+    again = ops.experts_product(x[order], None, order.argsort().int(), offsets, *operands(packed), False)
+    assert torch.equal(again, y)
+    gate = torch.randn_like(x)
+    hidden = (F.silu(gate.float()) * x.float()).to(x.dtype)
+    wanted = ops.experts_product(hidden, None, None, offsets, *operands(packed), False)
+    found = ops.experts_product(torch.cat([gate, x], -1), None, None, offsets, *operands(packed), True)
+    assert near(found, wanted.double(), x.dtype)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("stacked", [1, 2])
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_few_rows_of_experts_on_a_gpu(bits, stacked, dtype):
     """Each has the bits of a product by the weight of its expert alone; those of none are zeros."""
-    packed = weight(TrellisDecoding(bits, block=64, stacked=stacked), 4, stacked * 200, 330).moved("cuda")
-    x, offsets = torch.randn(7, 330, device="cuda").to(dtype), torch.tensor([0, 2, 2, 3, 6], device="cuda")
+    packed = weight(TrellisDecoding(bits, block=64, stacked=stacked), 14, stacked * 200, 330).moved("cuda")
+    x, offsets = torch.randn(7, 330, device="cuda").to(dtype), torch.tensor([0, 2, 2, 3] + 11 * [6], device="cuda")
     y = ops.experts_product(x, None, None, offsets, *operands(packed), False)
+    gathered_and_gated(y, x, offsets, packed)
     for row, expert in enumerate((0, 0, 2, 3, 3, 3)):
         one = packed.matrix_at(expert)
         parts = [one._one(part) for part in range(stacked)] if stacked > 1 else [one]
@@ -330,9 +345,67 @@ def test_few_rows_of_experts_on_a_gpu(bits, stacked, dtype):
     assert not y[6].any()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_8_bit_inputs_on_a_gpu(bits, dtype):
+    """Of weights and inputs as they are rounded, which is off by what rounding takes, and no more."""
+    if native.cuda_arch(torch.device("cuda")) < 900:
+        pytest.skip("no kernel of 8-bit inputs")
+    for (rows, width), block in (
+        ((7 * 32 + 2, 1000), 32),
+        ((5 * 64, 4600), 64),
+        ((4224, 256), 128),
+        ((128, 8192), 128),
+    ):
+        packed = weight(TrellisDecoding(bits, block=block), rows, width).moved("cuda")
+        exact, bias = packed.dequantize(torch.float64), torch.randn(rows, device="cuda").to(dtype)
+        x = torch.randn(1500, width, device="cuda").to(dtype)
+        x[:, :5] *= 3
+        x[3] = 0
+        for tokens in (17, 33, 70, 129, 300, 1500):
+            y = ops.product_int8(x[:tokens], bias, *operands(packed))
+            wanted = x[:tokens].double() @ exact.T + bias.double()
+            error = (y.double() - wanted).norm() / wanted.norm()
+            assert 1e-3 < error < 2e-2 and torch.equal(y[3], bias)
+        few = ops.product_int8(x[:16], bias, *operands(packed))
+        assert torch.equal(few, ops.product(x[:16], bias, *operands(packed)))
+        x[1, 7] = float("nan")
+        y = ops.product_int8(x[:40], bias, *operands(packed))
+        assert not y[1].isfinite().any() and y[2:].isfinite().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("stacked", [1, 2])
+@pytest.mark.parametrize("bits", range(1, 9))
+def test_many_rows_of_experts_on_a_gpu(bits, stacked, dtype):
+    """Experts without rows, with part of a tile and with several, rows of none, tiles of all sizes."""
+    code = list(CODES)[bits % 3]
+    packed = weight(TrellisDecoding(bits, code, block=64, stacked=stacked), 5, 200 * stacked, 330).moved("cuda")
+    exact = packed.dequantize(torch.float64)
+    for sizes in ((0, 1, 40, 2, 3), (64, 33, 100, 0, 0), (0, 0, 0, 0, 700), (130, 600, 0, 257, 90)):
+        offsets = torch.tensor([0, *sizes], device="cuda").cumsum(0).int()
+        x = torch.randn(sum(sizes) + 7, 330, device="cuda").to(dtype)
+        y = ops.experts_product(x, None, None, offsets, *operands(packed), False)
+        for expert, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
+            assert near(y[start:stop], x[start:stop].double() @ exact[expert].T, dtype) or start == stop
+        assert not y[sum(sizes) :].any()
+        gathered_and_gated(y, x, offsets, packed)
+        rounded = ops.experts_product_int8(x, None, None, offsets, *operands(packed), False)
+        assert (rounded - y).norm() < 0.02 * y.norm() and not rounded[sum(sizes) :].any()
+
+
 @pytest.mark.parametrize(
     "op",
-    ["gemm_trellis", "gemm_trellis_gradient", "gemm_trellis_group", "dequantize_trellis", "gemm_experts_trellis"],
+    [
+        "gemm_trellis",
+        "gemm_trellis_int8",
+        "gemm_trellis_gradient",
+        "gemm_trellis_group",
+        "dequantize_trellis",
+        "gemm_experts_trellis",
+    ],
 )
 def test_ops_are_ops(op):
     packed = weight(*SETTINGS["padded"])
@@ -340,7 +413,8 @@ def test_ops_are_ops(op):
     experts, rows, offsets = of_experts(2)
     calls = {
         "gemm_trellis": (x, torch.randn(100, requires_grad=True), *operands(packed)),
-        "gemm_trellis_group": (x.detach(), [None], *([each] for each in operands(packed)[:3]), [100], "mcg", 64),
+        "gemm_trellis_group": (x.detach(), [None], *([each] for each in operands(packed)[:3]), [100], "mcg", 64, True),
+        "gemm_trellis_int8": (x.detach(), None, *operands(packed)),
         "gemm_trellis_gradient": (torch.randn(3, 100, requires_grad=True), *operands(packed)),
         "dequantize_trellis": (*operands(packed), torch.bfloat16),
         "gemm_experts_trellis": (

@@ -21,17 +21,31 @@ constexpr int64_t kMostFewTrellisFeatures = 1 << 15;  // int32 holds sums of byt
 constexpr int kFewTrellisWarps = 8, kFewTrellisThreads = 32 * kFewTrellisWarps;
 constexpr int kFewTrellisTiles = 4, kFewTrellisPitch = 16 * kFewTrellisTiles + 4;
 
-// Shared memory: of each warp a ring of stages of so many pieces of 16 bytes; then, in its place, sums.
-constexpr int few_trellis_depth(int bits) { return bits <= 4 ? 3 : 2; }
-constexpr int few_trellis_pieces(int bits, int groups) { return 32 * bits + 8 + 32 * groups; }
-constexpr int few_trellis_shared_bytes(int bits, int groups) {
-    return std::max(kFewTrellisWarps * few_trellis_depth(bits) * few_trellis_pieces(bits, groups) * 16,
-                    kFewTrellisWarps * 8 * groups * kFewTrellisPitch * 4);
-}
-
 // Of two columns of int8 for each token, groups of eight; and CTAs of a processor that have the registers they need.
 constexpr int few_trellis_groups(int columns) { return columns <= 8 ? 1 : columns <= 16 ? 2 : 4; }
 constexpr int few_trellis_ctas(int bits, int groups) { return groups == 4 || (groups == 2 && bits > 5) ? 1 : 2; }
+
+// Shared memory: of each warp a ring of stages of so many pieces of 16 bytes; then, in its place, sums. Hopper's is
+// large enough for most of the weights to arrive while inputs are made.
+constexpr int few_trellis_stage_bytes(int bits, int groups) { return (32 * bits + 8 + 32 * groups) * 16; }
+constexpr int few_trellis_depth(int bits, int groups, bool hopper) {
+    const int room = (hopper ? 227 : 99) * 1024 / few_trellis_ctas(bits, groups) - 1024;
+    const int depth = room / (kFewTrellisWarps * few_trellis_stage_bytes(bits, groups));
+    return depth < 2 ? 2 : depth > 3 ? 3 : depth;
+}
+constexpr int few_trellis_shared_bytes(int bits, int groups, bool hopper) {
+    return std::max(kFewTrellisWarps * few_trellis_depth(bits, groups, hopper) * few_trellis_stage_bytes(bits, groups),
+                    kFewTrellisWarps * 8 * groups * kFewTrellisPitch * 4);
+}
+
+// CTAs of a cluster that turn a token, an octet each thread at a time; without clusters one has more threads.
+constexpr int kTurnClusterThreads = 128, kTurnThreads = 1024, kMostTurnCluster = 8;
+inline int few_trellis_turn_cluster(int64_t padded_in, const Gpu& gpu) {
+    int cluster = 1;
+    while (gpu.arch >= 900 && cluster < kMostTurnCluster && cluster * 8 * kTurnClusterThreads < padded_in)
+        cluster *= 2;
+    return cluster;
+}
 
 // Tiles along N that a weight takes of those that share a launch: whole blocks of 128 outputs.
 constexpr int64_t few_trellis_tiles(int64_t down) { return ceil_div(down, 8) * 8; }
@@ -69,7 +83,8 @@ inline FewTrellisPlan plan_few_trellis(int64_t rows, int64_t across, const std::
     const auto wanted = static_cast<int>((few_trellis_ctas(bits, groups) * gpu.processors + all / 2) / all);
     const int each = static_cast<int>(ceil_div(steps, std::clamp(wanted, 1, most)));
     const auto split = static_cast<int>(ceil_div(steps, each));
-    return {static_cast<int>(down), split, each, owners * split, few_trellis_shared_bytes(bits, groups)};
+    return {static_cast<int>(down), split, each, owners * split,
+            few_trellis_shared_bytes(bits, groups, gpu.arch >= 900)};
 }
 
 }  // namespace hf_kbit

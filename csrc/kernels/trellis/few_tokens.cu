@@ -31,13 +31,13 @@ namespace {
 
 // --- inputs --------------------------------------------------------------------------------------
 
-constexpr int kTurnThreads = 1024, kOctet = 8;
+constexpr int kOctet = 8;
 
 // An octet of a token, turned. Lanes side by side have octets side by side, whole blocks of them.
 template <typename T>
-__device__ __forceinline__ void turn_octet(const T* x, const __half* suh, int first, int in_features, int block,
-                                           float (&values)[kOctet]) {
-    eight_scaled(x, suh, first, in_features, values);
+__device__ __forceinline__ void turn_octet(const T* x, const __half* suh, int first, int in_features, bool swiglu,
+                                           int block, float (&values)[kOctet]) {
+    eight_scaled(x, suh, first, in_features, swiglu, values);
     turn_own(values);
     for (int distance = 1; distance < block / kOctet; distance *= 2) {
 #pragma unroll
@@ -55,54 +55,93 @@ __device__ __forceinline__ uint64_t by_pairs(uint64_t own) {
     return __byte_perm(first, second, 0x5410) | static_cast<uint64_t>(__byte_perm(first, second, 0x7632)) << 32;
 }
 
-// Whose weight a token has: one of several, or one beyond them for none, or the only one.
-__device__ __forceinline__ int expert_of(const int32_t* owners, int experts, int token) {
-    return owners ? min(max(owners[token], 0), experts) : 0;
+// CTAs of a cluster, or threads of the only one.
+__device__ __forceinline__ void meet() {
+    if constexpr (kArch >= 900) {
+        cluster_barrier();
+    } else {
+        __syncthreads();
+    }
+}
+// To the same place of a CTA of the cluster.
+template <typename Number>
+__device__ __forceinline__ void store_for(int rank, Number* to, Number number) {
+    if constexpr (kArch >= 900) {
+        const uint32_t there = cluster_address(shared_address(to), rank);
+        asm volatile("st.shared::cluster.b32 [%0], %1;" ::"r"(there), "r"(number) : "memory");
+    } else {
+        *to = number;
+    }
 }
 
 struct Scales {
     const __half* of_parts[kFewTrellisParts];
 };
 
-// A CTA for each token of each part. columns: int8 [parts, 2 * M, padded_in], of each token the upper ones, then the
-// lower ones. tokens [parts, M].
-template <typename T>
-__global__ void __launch_bounds__(kTurnThreads)
-    turn_kernel(const T* gmem_x, const __grid_constant__ Scales scales, int count, const int32_t* owners, int experts,
-                int in_features, int padded_in, int block, int8_t* columns, TrellisToken* tokens, uint32_t* counts,
-                int num_counts) {
+// Clusters of so many CTAs, one for each token of each part, or for each weight of a row. columns: int8 [parts, 2 * M,
+// padded_in], of each token the upper ones, then the lower ones. tokens [parts, M]. Of experts: which weight each has,
+// or one beyond the last.
+template <typename T, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    turn_kernel(const T* gmem_x, const __grid_constant__ Scales scales, int cluster, int count,
+                const __grid_constant__ TrellisExperts experts, int in_features, int padded_in, int block,
+                const __grid_constant__ FewTrellisRoom room, int num_counts) {
     if constexpr (kArch < 800) return;
-    __shared__ uint32_t largest_of[kTurnThreads / 32];
-    __shared__ int sum_of[kTurnThreads / 32];
-    wait_for_kernel_before();
+    constexpr int kWarps = kThreads / 32;
+    __shared__ uint32_t largest_of[32];  // of all warps of a cluster
+    __shared__ int sum_of[32];
     let_next_kernel_start();
-    for (int i = blockIdx.x * kTurnThreads + threadIdx.x; i < num_counts; i += gridDim.x * kTurnThreads) counts[i] = 0;
+    meet();  // whose shared memory is there now
+    wait_for_kernel_before();
+    for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_counts; i += gridDim.x * kThreads) room.counts[i] = 0;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int part = static_cast<int>(blockIdx.x) / count, token = static_cast<int>(blockIdx.x) % count;
-    const T* x = gmem_x + int64_t{token} * in_features;
-    const int expert = expert_of(owners, experts, token);
-    const __half* suh = scales.of_parts[part] + int64_t{min(expert, experts - 1)} * padded_in;
-    const int octets = padded_in / kOctet, turns = (octets + kTurnThreads - 1) / kTurnThreads;
+    const int rank = static_cast<int>(blockIdx.x) % cluster, number_of_token = static_cast<int>(blockIdx.x) / cluster;
+    const int warps = cluster * kWarps, own_warp = rank * kWarps + warp;
+    int part = 0, row = number_of_token % count, weight = 0;
+    bool has_weight = true;
+    if (experts.offsets) {
+        const int item = number_of_token / experts.weights, owner = owner_of(experts, item);
+        row = experts.rows ? experts.rows[item] : item;
+        has_weight = owner < experts.count;
+        weight = has_weight ? owner * experts.weights + number_of_token % experts.weights : 0;
+        if (rank == 0 && threadIdx.x == 0) {
+            room.weights[number_of_token] = has_weight ? weight : experts.count * experts.weights;
+        }
+    } else {
+        part = number_of_token / count;
+    }
+    const bool swiglu = experts.swiglu;
+    const T* x = gmem_x + int64_t{row} * (in_features * (swiglu ? 2 : 1));
+    const __half* suh = scales.of_parts[part] + int64_t{weight} * padded_in;
+    const int octets = padded_in / kOctet, each = cluster * kThreads, turns = (octets + each - 1) / each;
+    const int first_octet = rank * kThreads + static_cast<int>(threadIdx.x);
     uint32_t largest_bits = 0;  // as integers magnitudes have the same order, and NaN is the largest
     float values[kOctet];
     for (int turn = 0; turn < turns; ++turn) {
-        turn_octet(x, suh, (turn * kTurnThreads + static_cast<int>(threadIdx.x)) * kOctet, in_features, block, values);
+        turn_octet(x, suh, (turn * each + first_octet) * kOctet, in_features, swiglu, block, values);
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) largest_bits = max(largest_bits, __float_as_uint(values[i]) & 0x7FFFFFFF);
     }
     largest_bits = largest_of_warp(largest_bits);
-    if (lane == 0) largest_of[warp] = largest_bits;
-    __syncthreads();
-    largest_bits = largest_of_warp(lane < kTurnThreads / 32 ? largest_of[lane] : 0);
+    if (lane < cluster) store_for(lane, largest_of + own_warp, largest_bits);
+    meet();
+    largest_bits = largest_of_warp(lane < warps ? largest_of[lane] : 0);
     const float largest = __uint_as_float(largest_bits);
-    const bool has_weight = expert < experts;
     const bool usual = has_weight && largest_bits >= __float_as_uint(0x1p-100f) && largest_bits < 0x7F800000;
     const float inverse = usual ? __fdiv_rn(kMostTrellisInput, largest) : 0.0f;
-    int sum = 0;
+    int sum = 0, octet = octets;
+    uint64_t upper, lower;
+    const auto store_columns = [&] {
+        if (octet >= octets) return;
+        int8_t* to = room.columns + int64_t{2 * number_of_token} * padded_in + octet * kOctet;
+        *reinterpret_cast<uint64_t*>(to) = upper;
+        *reinterpret_cast<uint64_t*>(to + padded_in) = lower;
+    };
     for (int turn = 0; turn < turns; ++turn) {
-        const int octet = turn * kTurnThreads + static_cast<int>(threadIdx.x);
-        if (turns > 1) turn_octet(x, suh, octet * kOctet, in_features, block, values);
-        uint64_t upper = 0, lower = 0;
+        store_columns();  // of the turn before: the last ones only when all have met, who would wait for them
+        octet = turn * each + first_octet;
+        if (turns > 1) turn_octet(x, suh, octet * kOctet, in_features, swiglu, block, values);
+        upper = lower = 0;
 #pragma unroll
         for (int i = 0; i < kOctet; ++i) {
             const int number = usual ? __float2int_rn(__fmul_rn(values[i], inverse)) : 0, high = (number + 64) >> 7;
@@ -112,20 +151,18 @@ __global__ void __launch_bounds__(kTurnThreads)
         }
         // Of a tile's inputs 2 i, 2 i + 1, 2 i + 8 and 2 i + 9 lie together; two lanes have a tile.
         upper = by_pairs(upper), lower = by_pairs(lower);
-        if (octet < octets) {
-            int8_t* to = columns + int64_t{2 * blockIdx.x} * padded_in + octet * kOctet;
-            *reinterpret_cast<uint64_t*>(to) = upper;
-            *reinterpret_cast<uint64_t*>(to + padded_in) = lower;
-        }
     }
 #pragma unroll
     for (int distance = 16; distance > 0; distance /= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-    if (lane == 0) sum_of[warp] = sum;
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        int64_t all = 0;
-        for (int i = 0; i < kTurnThreads / 32; ++i) all += sum_of[i];
-        tokens[blockIdx.x] = {has_weight ? __fmul_rn(largest, 1.0f / kMostTrellisInput) : 0.0f, all};
+    if (lane == 0) store_for(0, sum_of + own_warp, sum);
+    meet();
+    store_columns();
+    if (rank == 0 && warp == 0) {
+        int64_t all = lane < warps ? sum_of[lane] : 0;
+#pragma unroll
+        for (int distance = 16; distance > 0; distance /= 2) all += __shfl_xor_sync(kAllLanes, all, distance);
+        const float scale = has_weight ? __fmul_rn(largest, 1.0f / kMostTrellisInput) : 0.0f;
+        if (lane == 0) room.tokens[number_of_token] = {scale, all};
     }
 }
 
@@ -161,12 +198,19 @@ struct Arguments {
     Part parts[kFewTrellisParts];
     const int8_t* columns;
     const TrellisToken* tokens;
-    int32_t* sums;     // [rows of experts, split, count, 16 * down]
-    uint32_t* counts;  // of each 128 outputs how many CTAs have theirs there
-    const int32_t* owners;
-    int num_parts, experts, ctas_of_row, across, down, count, split, steps_of_split, block;
+    int32_t* sums;           // [rows of experts, split, count, 16 * down]
+    uint32_t* counts;        // of each 128 outputs how many CTAs have theirs there
+    const int32_t* weights;  // of rows of experts, or null
+    int num_parts, num_weights, ctas_of_row, across, down, count, split, steps_of_split, block;
     bool bfloat16;
 };
+
+// What a number was before; orders what threads of this and of other CTAs write and read before and behind it.
+__device__ __forceinline__ uint32_t count_up(uint32_t* number) {
+    uint32_t before;
+    asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], 1;" : "=r"(before) : "l"(number) : "memory");
+    return before;
+}
 
 // --- outputs -------------------------------------------------------------------------------------
 
@@ -176,26 +220,35 @@ __device__ __forceinline__ void store_output(const Part& part, int64_t at, int r
     store(static_cast<T*>(part.y) + at, bias ? __fadd_rn(value, as_float(bias[row])) : value);
 }
 
-// Where a CTA's outputs belong.
-struct Place {
-    int item, row, expert;  // its row among those of experts, or 0
-};
+// An item's row among those of experts, or 0, and which weight of theirs it has.
+__device__ __forceinline__ int row_of(const Arguments& arguments, int item) { return arguments.weights ? item : 0; }
+__device__ __forceinline__ int weight_of(const Arguments& arguments, int item) {
+    return arguments.weights ? min(arguments.weights[item], arguments.num_weights - 1) : 0;
+}
 
 // Four outputs from `row` on of a token; a warp has 128 of them.
-__device__ __forceinline__ void finish_token(const Arguments& arguments, const Part& part, const Place& place,
-                                             int token, int row) {
+__device__ __forceinline__ void finish_token(const Arguments& arguments, const Part& part, int item, int token,
+                                             int row) {
     const int padded_out = part.down * kTrellisTile, pitch = arguments.down * kTrellisTile;
     int of_upper[4] = {}, of_lower[4] = {};
-    const int64_t begin = int64_t{place.row} * arguments.split * arguments.count + 2 * token;
+    const int item_row = row_of(arguments, item), weight = weight_of(arguments, item);
+    const TrellisToken own = arguments.tokens[item * (arguments.count / 2) + token];
+    float scales[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const bool there = row + i < part.out_features;
+        scales[i] = there ? __half2float(part.svh[int64_t{weight} * padded_out + row + i]) : 0.0f;
+    }
+    const int64_t begin = int64_t{item_row} * arguments.split * arguments.count + 2 * token;
     const auto* from =
         reinterpret_cast<const int4*>(arguments.sums + begin * pitch + part.first_tile * kTrellisTile + row);
+#pragma unroll 4
     for (int i = 0; i < (row < padded_out ? arguments.split : 0); ++i) {
         const int4 upper = __ldcg(from), lower = __ldcg(from + pitch / 4);
         of_upper[0] += upper.x, of_upper[1] += upper.y, of_upper[2] += upper.z, of_upper[3] += upper.w;
         of_lower[0] += lower.x, of_lower[1] += lower.y, of_lower[2] += lower.z, of_lower[3] += lower.w;
         from += int64_t{arguments.count} * pitch / 4;
     }
-    const TrellisToken own = arguments.tokens[place.item * (arguments.count / 2) + token];
     constexpr auto kScale = static_cast<int64_t>(kSumScale / kSumUnit),
                    kZero = static_cast<int64_t>(kSumZero / kSumUnit);
     float values[4];
@@ -212,9 +265,8 @@ __device__ __forceinline__ void finish_token(const Arguments& arguments, const P
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         if (row + i >= part.out_features) return;
-        const __half by = part.svh[int64_t{place.expert} * padded_out + row + i];
-        const float value = __fmul_rn(__fmul_rn(values[i], scale), __half2float(by));
-        const int64_t at = int64_t{place.row + token} * part.out_features + row + i;
+        const float value = __fmul_rn(__fmul_rn(values[i], scale), scales[i]);
+        const int64_t at = int64_t{item_row + token} * part.out_features + row + i;
         if (arguments.bfloat16) {
             store_output<__nv_bfloat16>(part, at, row + i, value);
         } else {
@@ -230,24 +282,24 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
     multiply_trellis_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (kArch >= 800) {
         extern __shared__ __align__(128) char smem[];
-        constexpr int kDepth = few_trellis_depth(bits), kPieces = few_trellis_pieces(bits, kGroups);
+        constexpr int kDepth = few_trellis_depth(bits, kGroups, kArch >= 900);
+        constexpr int kPieces = few_trellis_stage_bytes(bits, kGroups) / 16;
         const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
         const int g = lane / 4, t = lane % 4, count = arguments.count;
-        Place place{};
-        int cta = static_cast<int>(blockIdx.x);
-        if (kGroups == 1 && arguments.owners) {
-            place.item = place.row = cta / arguments.ctas_of_row, cta %= arguments.ctas_of_row;
-            place.expert = min(expert_of(arguments.owners, arguments.experts, place.row), arguments.experts - 1);
+        int item = 0, cta = static_cast<int>(blockIdx.x);
+        if (kGroups == 1 && arguments.weights) {
+            wait_for_kernel_before();
+            item = cta / arguments.ctas_of_row, cta %= arguments.ctas_of_row;
         }
         const int all_tile = cta / arguments.split * kFewTrellisTiles, share = cta % arguments.split;
         int own_part = 0;
         while (own_part + 1 < arguments.num_parts && all_tile >= arguments.parts[own_part + 1].first_tile) ++own_part;
-        if (!arguments.owners) place.item = own_part;
+        if (!arguments.weights) item = own_part;
         const Part& part = arguments.parts[own_part];
         const int row_tile = all_tile - part.first_tile, down = part.down;
         if (row_tile >= down) return;  // behind a part whose last 128 outputs are half of them
-        const char* const all_words =
-            reinterpret_cast<const char*>(part.words) + int64_t{place.expert} * arguments.across * down * (32 * bits);
+        const char* const all_words = reinterpret_cast<const char*>(part.words) +
+                                      int64_t{weight_of(arguments, item)} * arguments.across * down * (32 * bits);
         const int steps = (arguments.across + 3) / 4;
         const int last = min(steps, (share + 1) * arguments.steps_of_split);
         const int first = share * arguments.steps_of_split + warp;
@@ -270,8 +322,7 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
             for (int i = 0; i < kGroups; ++i) {
                 const int column = g + 8 * i, tile = 4 * step + t;
                 const bool there = column < count && tile < arguments.across;
-                const int at =
-                    (place.item * count + (there ? column : 0)) * padded_in + (there ? tile : 0) * kTrellisTile;
+                const int at = (item * count + (there ? column : 0)) * padded_in + (there ? tile : 0) * kTrellisTile;
                 cp_async_16_or_zeros(shared_address(stage + (kPieces - 32 * (kGroups - i) + lane) * 16),
                                      arguments.columns + at, there);
             }
@@ -371,7 +422,7 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
             for (int w = 0; w < kFewTrellisWarps; ++w) {
                 sum += all[(w * 8 * kGroups + column) * kFewTrellisPitch + row];
             }
-            const int64_t at = ((int64_t{place.row} * arguments.split + share) * count + column) * pitch;
+            const int64_t at = ((int64_t{row_of(arguments, item)} * arguments.split + share) * count + column) * pitch;
             if (row < rows) arguments.sums[at + all_tile * kTrellisTile + row] = sum;
         }
         // Whoever is the last of those that have some of 128 outputs turns them.
@@ -380,15 +431,13 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
         if (threadIdx.x == 0) {
             const int first_of_octet = row_tile / 8 * 8, octets = (arguments.down + 7) / 8;
             const int ctas = min(2, (down - first_of_octet + 3) / 4) * arguments.split;
-            __threadfence();
-            uint32_t* of_octet = arguments.counts + place.row * octets + all_tile / 8;
-            last_one = atomicAdd(of_octet, 1u) + 1 == static_cast<uint32_t>(ctas);
-            __threadfence();
+            const uint32_t before = count_up(arguments.counts + row_of(arguments, item) * octets + all_tile / 8);
+            last_one = before + 1 == static_cast<uint32_t>(ctas);
         }
         __syncthreads();
         if (!last_one) return;
         for (int token = warp; token < count / 2; token += kFewTrellisWarps) {
-            finish_token(arguments, part, place, token, row_tile / 8 * 128 + 4 * lane);
+            finish_token(arguments, part, item, token, row_tile / 8 * 128 + 4 * lane);
         }
     }
 }
@@ -404,23 +453,23 @@ cudaError_t dispatch_groups(int groups, const Run& run) {
 }  // namespace
 
 cudaError_t few_trellis_tokens(const std::vector<TrellisProduct>& products, const TrellisExperts& experts, Dtype dtype,
-                               int64_t tokens, const FewTrellisPlan& plan, int8_t* columns, TrellisToken* of_tokens,
-                               int32_t* sums, uint32_t* counts, const Gpu& gpu, cudaStream_t stream) {
+                               int64_t tokens, const FewTrellisPlan& plan, const FewTrellisRoom& room, const Gpu& gpu,
+                               cudaStream_t stream) {
     const TrellisProduct& one = products[0];
     const auto num_parts = static_cast<int>(products.size());
-    const int64_t rows = experts.owners ? tokens : 1;
+    const int64_t rows = experts.offsets ? tokens * experts.weights : 1, items = tokens * num_parts * experts.weights;
     Arguments arguments{{},
-                        columns,
-                        of_tokens,
-                        sums,
-                        counts,
-                        experts.owners,
+                        room.columns,
+                        room.tokens,
+                        room.sums,
+                        room.counts,
+                        experts.offsets ? room.weights : nullptr,
                         num_parts,
-                        experts.count,
+                        experts.count * experts.weights,
                         plan.ctas,
                         static_cast<int>(one.across),
                         plan.down,
-                        static_cast<int>(2 * tokens / rows),
+                        static_cast<int>(experts.offsets ? 2 : 2 * tokens),
                         plan.split,
                         plan.steps_of_split,
                         one.sides.block,
@@ -439,14 +488,16 @@ cudaError_t few_trellis_tokens(const std::vector<TrellisProduct>& products, cons
                               static_cast<int>(its.sides.out_features)};
         first_tile += few_trellis_tiles(its.down);
     }
+    const int cluster = few_trellis_turn_cluster(one.sides.padded_in, gpu);
     const cudaError_t error = dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
         using T = decltype(value);
-        static Launcher turn(turn_kernel<T>, kTurnThreads, 0);
-        return turn.launch_overlapping(gpu, tokens * num_parts, 1, 0, stream, static_cast<const T*>(one.x), scales,
-                                       static_cast<int>(tokens), experts.owners, experts.count,
-                                       static_cast<int>(one.sides.in_features), static_cast<int>(one.sides.padded_in),
-                                       one.sides.block, columns, of_tokens, counts,
-                                       static_cast<int>(rows * few_trellis_counts(plan)));
+        static Launcher alone(turn_kernel<T, kTurnThreads>, kTurnThreads, 0);
+        static Launcher clusters(turn_kernel<T, kTurnClusterThreads>, kTurnClusterThreads, 0);
+        return (gpu.arch >= 900 ? clusters : alone)
+            .launch_overlapping(gpu, items * cluster, cluster, 0, stream, static_cast<const T*>(one.x), scales,
+                                cluster, static_cast<int>(tokens), experts, static_cast<int>(one.sides.in_features),
+                                static_cast<int>(one.sides.padded_in), one.sides.block, room,
+                                static_cast<int>(rows * few_trellis_counts(plan)));
     });
     if (error != cudaSuccess) return error;
     return dispatch_trellis(one.bits, [&](auto width) {

@@ -1,10 +1,15 @@
-// Products of more than 16 tokens by a trellis of code mul1 on Hopper, in float16.
+// Products by a trellis on Hopper, in float16 or int8: of more than 16 tokens, or of any by codes other than mul1.
 //
 //   words   32-bit ones [K/16, N/16, 8 * bits]      x  float16 or bfloat16 [M, K]      y  the same [M, N]
 //
 // Three kernels, which overlap. `turn` turns tokens and makes them float16, each with a power of two by which its
-// largest number is 256 to 512. `multiply` (many_tokens.cuh) adds up products; CTAs may divide K. `finish` adds up
+// largest number is 256 to 512, or rounds them to 127 steps. `multiply` (many_tokens.cuh) adds up products; CTAs may
+// divide K. `finish` adds up
 // their sums, turns and scales them.
+//
+// Of experts, whose rows of x follow each other, `list_tiles` first finds which tiles there are. Where several weights
+// of an expert lie one below the other, their inputs do too: row v of these is row v % M of x, for weight v / M of its
+// expert.
 #include "kernels/trellis/many_tokens.cuh"
 #include "kernels/trellis/turn.cuh"
 
@@ -12,18 +17,49 @@ namespace hf_kbit::cuda {
 
 namespace {
 
+// --- experts -------------------------------------------------------------------------------------
+
+// One warp. tiles: [1 + as many as the first one says].
+__global__ void __launch_bounds__(32)
+    list_tiles_kernel(TrellisExperts experts, int rows, int token_tile, ManyTrellisTile* tiles) {
+    wait_for_kernel_before();
+    let_next_kernel_start();
+    const int lane = static_cast<int>(threadIdx.x);
+    int before = 0;
+    for (int chunk = 0; chunk < experts.count; chunk += 32) {
+        const int expert = chunk + lane;
+        const bool there = expert < experts.count;
+        const int first = there ? min(experts.offsets[expert], rows) : 0;
+        const int end = there ? min(experts.offsets[expert + 1], rows) : 0;
+        const int own = max(0, end - first + token_tile - 1) / token_tile * experts.weights;
+        int up_to = own;  // tiles of this lane's expert and of those before it
+        for (int distance = 1; distance < 32; distance *= 2) {
+            const int other = __shfl_up_sync(kAllLanes, up_to, distance);
+            if (lane >= distance) up_to += other;
+        }
+        ManyTrellisTile* to = tiles + 1 + before + up_to - own;
+        for (int weight = 0; weight < experts.weights; ++weight) {
+            for (int row = first; row < end; row += token_tile) {
+                *to++ = {expert * experts.weights + weight, weight * rows + row, weight * rows + end};
+            }
+        }
+        before += __shfl_sync(kAllLanes, up_to, 31);
+    }
+    if (lane == 0) tiles->weight = before;
+}
+
 // --- inputs --------------------------------------------------------------------------------------
 
-constexpr int kTurnThreads = 256, kChunk = 32;
+constexpr int kChunk = 32;
 
 // Of the 64 columns that two lanes share, half: columns 16 t + 8 h to 16 t + 8 h + 7, of lane h.
 template <typename T>
-__device__ __forceinline__ void turn_chunk(const T* x, const __half* suh, int chunk, int in_features, int block,
-                                           float (&values)[4][8]) {
+__device__ __forceinline__ void turn_chunk(const T* x, const __half* suh, int chunk, int in_features, bool swiglu,
+                                           int block, float (&values)[4][8]) {
     const int first = chunk / 2 * 64 + chunk % 2 * 8;
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-        eight_scaled(x, suh, first + 16 * t, in_features, values[t]);
+        eight_scaled(x, suh, first + 16 * t, in_features, swiglu, values[t]);
         turn_own(values[t]);
     }
 #pragma unroll
@@ -45,48 +81,100 @@ __device__ __forceinline__ void turn_chunk(const T* x, const __half* suh, int ch
     }
 }
 
-// A CTA for each token. inputs: float16 [M, width], the columns of each 64 as many_tokens.cuh wants them. units [M].
-template <typename T>
-__global__ void __launch_bounds__(kTurnThreads) turn_many_kernel(const T* gmem_x, const __half* suh, int in_features,
-                                                                 int width, int block, __half* inputs, float* units) {
+// Of a lane's two bytes of four tiles for four m, and its neighbour's, those of both for two m.
+__device__ __forceinline__ void store_int8(const uint32_t (&two)[4][4], int8_t* to, bool there) {
+    const bool odd = threadIdx.x % 2;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint32_t four[4];
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+            const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? two[i][t] : two[i + 2][t], 1);
+            const uint32_t own = odd ? two[i + 2][t] : two[i][t];
+            four[t] = odd ? __byte_perm(other, own, 0x5410) : __byte_perm(own, other, 0x5410);
+        }
+        if (there) store_16(to + (odd ? 32 : 0) + 16 * i, make_uint4(four[0], four[1], four[2], four[3]));
+    }
+}
+
+// A CTA for each row of inputs, float16 or int8 [rows, width], the columns of each 64 as many_tokens.cuh wants them.
+// units [rows]; of int8 the sums of rows; of experts which weight the row has, or one beyond the last.
+template <typename T, typename Input, int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    turn_many_kernel(const T* gmem_x, const __half* suh, TrellisExperts experts, int tokens, int in_features,
+                     int padded_in, int width, int block, Input* inputs, float* units, int* row_sums, int* weights) {
     if constexpr (!kHopper) return;
-    __shared__ uint32_t largest_of[kTurnThreads / 32];
+    __shared__ uint32_t largest_of[kThreads / 32];
     wait_for_kernel_before();
     let_next_kernel_start();
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-    const T* x = gmem_x + int64_t{blockIdx.x} * in_features;
-    const int chunks = width / kChunk, turns = (chunks + kTurnThreads - 1) / kTurnThreads;
+    int row = static_cast<int>(blockIdx.x) % tokens;
+    if (experts.offsets) {
+        const int owner = owner_of(experts, row);
+        const int weight = owner * experts.weights + static_cast<int>(blockIdx.x) / tokens;
+        if (threadIdx.x == 0) weights[blockIdx.x] = owner < experts.count ? weight : experts.count * experts.weights;
+        suh += int64_t{owner < experts.count ? weight : 0} * padded_in;
+        if (experts.rows) row = experts.rows[row];
+    }
+    const bool swiglu = experts.swiglu;
+    const T* x = gmem_x + int64_t{row} * (in_features * (swiglu ? 2 : 1));
+    const int chunks = width / kChunk, turns = (chunks + kThreads - 1) / kThreads;
     uint32_t largest = 0;  // as integers magnitudes have the same order, and NaN is the largest
     float values[4][8];
     for (int turn = 0; turn < turns; ++turn) {
-        turn_chunk(x, suh, turn * kTurnThreads + static_cast<int>(threadIdx.x), in_features, block, values);
+        turn_chunk(x, suh, turn * kThreads + static_cast<int>(threadIdx.x), in_features, swiglu, block, values);
 #pragma unroll
         for (int i = 0; i < kChunk; ++i) largest = max(largest, __float_as_uint(values[i / 8][i % 8]) & 0x7FFFFFFF);
     }
     largest = largest_of_warp(largest);
     if (lane == 0) largest_of[warp] = largest;
     __syncthreads();
-    largest = largest_of_warp(lane < kTurnThreads / 32 ? largest_of[lane] : 0);
+    largest = largest_of_warp(lane < kThreads / 32 ? largest_of[lane] : 0);
     // Tokens without a usual number are zeros, or NaN where that is not finite.
     const bool usual = largest >= __float_as_uint(0x1p-100f) && largest < 0x7F800000;
     const uint32_t exponent = largest >> 23;
-    const float factor = usual ? __uint_as_float((127 + 127 + 8 - exponent) << 23) : 0.0f;
+    constexpr bool kInt8 = std::is_same_v<Input, int8_t>;
+    const float factor = !usual  ? 0.0f
+                         : kInt8 ? 127 / __uint_as_float(largest)
+                                 : __uint_as_float((127 + 127 + 8 - exponent) << 23);
+    int sum = 0;
     for (int turn = 0; turn < turns; ++turn) {
-        const int chunk = turn * kTurnThreads + static_cast<int>(threadIdx.x);
-        if (turns > 1) turn_chunk(x, suh, chunk, in_features, block, values);
-        if (chunk >= chunks) continue;
-        __half* to = inputs + int64_t{blockIdx.x} * width + chunk / 2 * 64 + chunk % 2 * 8;
+        const int chunk = turn * kThreads + static_cast<int>(threadIdx.x);
+        if (turns > 1) turn_chunk(x, suh, chunk, in_features, swiglu, block, values);
+        Input* const to = inputs + int64_t{blockIdx.x} * width + chunk / 2 * 64;
+        if constexpr (kInt8) {
+            uint32_t two[4][4];
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-            uint32_t two[4];
-#pragma unroll
-            for (int t = 0; t < 4; ++t) {
-                two[t] = pack_two<__half>(values[t][2 * m] * factor, values[t][2 * m + 1] * factor);
+            for (int i = 0; i < 16; ++i) {
+                const float* own = values[i % 4] + i / 4 * 2;
+                const int first = __float2int_rn(own[0] * factor), second = __float2int_rn(own[1] * factor);
+                two[i / 4][i % 4] = __byte_perm(first, second, 0x0040);
+                sum += first + second;
             }
-            store_16(to + 16 * m, make_uint4(two[0], two[1], two[2], two[3]));
+            store_int8(two, to, chunk < chunks);
+        } else if (chunk < chunks) {
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                uint32_t two[4];
+#pragma unroll
+                for (int t = 0; t < 4; ++t) {
+                    two[t] = pack_two<__half>(values[t][2 * m] * factor, values[t][2 * m + 1] * factor);
+                }
+                store_16(to + chunk % 2 * 8 + 16 * m, make_uint4(two[0], two[1], two[2], two[3]));
+            }
         }
     }
-    if (threadIdx.x == 0) units[blockIdx.x] = usual ? __uint_as_float((exponent - 8) << 23) : 0.0f;
+    float unit = usual ? __uint_as_float((exponent - 8) << 23) : 0.0f;
+    if constexpr (kInt8) {
+        unit = usual || largest >= 0x7F800000 ? __uint_as_float(largest) / 127 : 0.0f;
+        __shared__ int sum_of[kThreads / 32];
+        sum = __reduce_add_sync(kAllLanes, sum);
+        if (lane == 0) sum_of[warp] = sum;
+        __syncthreads();
+        sum = __reduce_add_sync(kAllLanes, lane < kThreads / 32 ? sum_of[lane] : 0);
+        if (threadIdx.x == 0) row_sums[blockIdx.x] = sum;
+    }
+    if (threadIdx.x == 0) units[blockIdx.x] = unit;
 }
 
 // --- outputs -------------------------------------------------------------------------------------
@@ -114,26 +202,33 @@ __device__ __forceinline__ void add_piece(const float* from, float (&sums)[8]) {
 // Lane q of four has the pieces q + 4 j of 16, of each rows 32 j + 16 (q / 2) + 4 (q % 2) + i % 4 + 8 (i / 4).
 template <typename T, typename Sum>
 __global__ void __launch_bounds__(kFinishThreads)
-    finish_many_kernel(const Sum* sums, const float* units, const __half* svh, const T* bias, T* y, int tokens,
+    finish_many_kernel(const Sum* sums, const float* units, const int* row_sums, float row_zero, const int* weights,
+                       int num_weights, const __half* svh, const T* bias, T* y, int rows, int tokens, int padded_out,
                        int out_features, int row_tiles, int split, int block, float scale) {
     if constexpr (!kHopper) return;
     const unsigned number = blockIdx.x * kFinishTiles + threadIdx.x / 4;
-    const bool there = number < static_cast<unsigned>(tokens * row_tiles);
+    const bool there = number < static_cast<unsigned>(rows * row_tiles);
     const int token = there ? static_cast<int>(number / row_tiles) : 0;
     const int row_tile = there ? static_cast<int>(number % row_tiles) : 0;
     const int q = static_cast<int>(threadIdx.x) % 4;
     float values[4][8] = {};
     wait_for_kernel_before();
     let_next_kernel_start();
+    const int weight = weights ? weights[token] : 0;
     const Sum* from = sums + (int64_t{token} * row_tiles + row_tile) * kManyTrellisRows + 8 * q;
-    for (int part = 0; part < split; ++part, from += int64_t{tokens} * row_tiles * kManyTrellisRows) {
+    // Of rows that no expert has sums are not there.
+    const int parts = weight < num_weights ? split : 0;
+    for (int part = 0; part < parts; ++part, from += int64_t{rows} * row_tiles * kManyTrellisRows) {
 #pragma unroll
         for (int j = 0; j < 4; ++j) add_piece(from + 32 * j, values[j]);
     }
-    const float unit = units[token] * scale;
+    const float unit = parts > 0 ? units[token] * scale : 0.0f,
+                zero = row_sums && parts > 0 ? row_zero * static_cast<float>(row_sums[token]) : 0.0f;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         float (&own)[8] = values[j];
+#pragma unroll
+        for (int i = 0; i < 8; ++i) own[i] += zero;
         turn_own(own);
         // Two lanes exchange halves: then each has eight rows that follow each other, from 32 j + 8 q on.
 #pragma unroll
@@ -152,7 +247,9 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
     if (!there) return;
     const int first = row_tile * kManyTrellisRows + 8 * q;
-    T* const of_token = y + int64_t{token} * out_features;
+    const int64_t pitch = int64_t{rows / tokens} * out_features;
+    T* const of_token = y + token % tokens * pitch + token / tokens * out_features;
+    svh += int64_t{parts > 0 ? weight : 0} * padded_out;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
         const int row = first + 32 * j;
@@ -178,9 +275,11 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
 }
 
-// A power of two by which sums of weights below 3.5 times inputs below 512 are float16 whatever they are.
-float unit_of_halves(int64_t padded_in) {
-    double largest = 3.5 * 512 * static_cast<double>(padded_in);
+// A power of two by which sums are float16 whatever they are: of weights below 3.5, or 4 but of mul1, times inputs
+// below 512, or of int8.
+float unit_of_halves(int64_t padded_in, Code code, bool int8) {
+    const double of_one = int8 ? 128 * 127 : (code == Code::mul1 ? 3.5 : 4) * 512;
+    double largest = of_one * static_cast<double>(padded_in);
     float unit = 1;
     for (; largest > 65504; largest /= 2) unit /= 2;
     return unit;
@@ -188,50 +287,73 @@ float unit_of_halves(int64_t padded_in) {
 
 }  // namespace
 
-cudaError_t many_trellis_tokens(const TrellisProduct& product, Dtype dtype, int64_t tokens,
-                                const ManyTrellisPlan& plan, uint16_t* inputs, float* units, void* sums,
+cudaError_t many_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
+                                int64_t tokens, const ManyTrellisPlan& plan, const ManyTrellisRoom& room,
                                 const Gpu& gpu, cudaStream_t stream) {
     const auto& sides = product.sides;
+    const auto rows = static_cast<int>(tokens * experts.weights);
     const int64_t width = many_trellis_width(sides.padded_in);
     const bool halves = many_trellis_halves(plan.token_tile);
-    const float unit = halves ? unit_of_halves(sides.padded_in) : 1;
+    const float unit = halves ? unit_of_halves(sides.padded_in, product.code, plan.int8) : 1;
     CUtensorMap map;
-    cudaError_t error = map_of_rows(inputs, Dtype::float16, tokens, width, plan.token_tile, map);
+    cudaError_t error =
+        plan.int8 ? map_of_rows(room.inputs, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, rows, width, plan.token_tile, map)
+                  : map_of_rows(room.inputs, Dtype::float16, rows, width, plan.token_tile, map);
     if (error != cudaSuccess) return error;
+    if (experts.offsets) {
+        static Launcher list(list_tiles_kernel, 32, 0);
+        error = list.launch_overlapping(gpu, 1, 1, 0, stream, experts, static_cast<int>(tokens), plan.token_tile,
+                                        room.tiles);
+        if (error != cudaSuccess) return error;
+    }
     return dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {
         using T = decltype(value);
-        static Launcher turn(turn_many_kernel<T>, kTurnThreads, 0);
-        error =
-            turn.launch_overlapping(gpu, tokens, 1, 0, stream, static_cast<const T*>(product.x),
-                                    reinterpret_cast<const __half*>(sides.suh), static_cast<int>(sides.in_features),
-                                    static_cast<int>(width), sides.block, reinterpret_cast<__half*>(inputs), units);
+        const auto turn = [&](auto input, auto threads) {
+            using Input = decltype(input);
+            static Launcher launcher(turn_many_kernel<T, Input, threads()>, threads(), 0);
+            return launcher.launch_overlapping(
+                gpu, rows, 1, 0, stream, static_cast<const T*>(product.x), reinterpret_cast<const __half*>(sides.suh),
+                experts, static_cast<int>(tokens), static_cast<int>(sides.in_features),
+                static_cast<int>(sides.padded_in), static_cast<int>(width), sides.block,
+                static_cast<Input*>(room.inputs), room.units, room.row_sums, room.weights);
+        };
+        const auto turn_to = [&](auto input) {
+            return width <= 64 * kChunk ? turn(input, std::integral_constant<int, 64>{})
+                                        : turn(input, std::integral_constant<int, 256>{});
+        };
+        error = plan.int8 ? turn_to(int8_t{}) : turn_to(__half{});
         if (error != cudaSuccess) return error;
         const ManyTrellisArguments arguments{product.words,
-                                             sums,
-                                             static_cast<int>(tokens),
+                                             room.sums,
+                                             rows,
                                              static_cast<int>(product.across),
                                              static_cast<int>(product.down),
-                                             many_trellis_steps(product.across),
+                                             many_trellis_steps(product.across, plan.int8),
                                              plan.token_tiles,
                                              plan.row_tiles,
                                              plan.split,
                                              plan.row_tiles * plan.token_tiles * plan.split,
-                                             unit};
-        error = dispatch_trellis(product.bits, [&](auto width) {
-            return multiply_many_trellis<width()>(map, arguments, plan, gpu, stream);
-        });
+                                             unit,
+                                             experts.offsets ? room.tiles : nullptr};
+        const auto multiply = plan.int8                          ? multiply_many_trellis_int8
+                              : product.code == Code::mcg        ? multiply_many_trellis_mcg
+                              : product.code == Code::three_inst ? multiply_many_trellis_3inst
+                                                                 : multiply_many_trellis<Code::mul1, __half>;
+        error = multiply(map, arguments, product.bits, plan, gpu, stream);
         if (error != cudaSuccess) return error;
         const auto finish = [&](const auto* of_type) {
             using Sum = std::remove_const_t<std::remove_pointer_t<decltype(of_type)>>;
             static Launcher launcher(finish_many_kernel<T, Sum>, kFinishThreads, 0);
             return launcher.launch_overlapping(
-                gpu, ceil_div(tokens * plan.row_tiles, kFinishTiles), 1, 0, stream, of_type,
-                static_cast<const float*>(units), reinterpret_cast<const __half*>(sides.svh),
-                static_cast<const T*>(product.bias), static_cast<T*>(product.y), static_cast<int>(tokens),
-                static_cast<int>(sides.out_features), plan.row_tiles, plan.split, sides.block,
-                1 / (static_cast<float>(sides.block) * unit));
+                gpu, ceil_div(int64_t{rows} * plan.row_tiles, kFinishTiles), 1, 0, stream, of_type,
+                static_cast<const float*>(room.units), plan.int8 ? static_cast<const int*>(room.row_sums) : nullptr,
+                kInt8Zero * unit, experts.offsets ? static_cast<const int*>(room.weights) : nullptr,
+                experts.count * experts.weights, reinterpret_cast<const __half*>(sides.svh),
+                static_cast<const T*>(product.bias), static_cast<T*>(product.y), rows, static_cast<int>(tokens),
+                static_cast<int>(sides.padded_out), static_cast<int>(sides.out_features), plan.row_tiles, plan.split,
+                sides.block, (plan.int8 ? 4 * kSumScale : 1) / (static_cast<float>(sides.block) * unit));
         };
-        return halves ? finish(static_cast<const __half*>(sums)) : finish(static_cast<const float*>(sums));
+        return halves ? finish(static_cast<const __half*>(room.sums)) : finish(static_cast<const float*>(room.sums));
     });
 }
 

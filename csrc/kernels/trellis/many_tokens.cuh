@@ -1,5 +1,4 @@
-// What many_tokens.cu multiplies with: turned inputs by a trellis of code mul1, decoded in registers as operand A of
-// wgmma.
+// What many_tokens.cu multiplies with: turned inputs by a trellis, decoded in registers as operand A of wgmma.
 //
 //   inputs  float16 [tokens, width], their columns in the order of lanes
 //   words   32-bit ones [K/16, N/16, 8 * bits]
@@ -10,8 +9,9 @@
 // that begin there. So in step m of wgmma lane t has columns 16 t + 2 m, + 1, + 8 and + 9 of a piece where the
 // instruction wants places 2 t, + 1, + 8 and + 9: `turn` puts them there.
 //
-// dp4a makes 1024 + s as float16 of a product's four bytes, whose sum is s, a permute packs two, and one HFMA2 makes
-// them the weights, to the bit.
+// Of code mul1 dp4a makes 1024 + s as float16 of a product's four bytes, whose sum is s, a permute packs two, and one
+// HFMA2 makes them the weights, to the bit. Of int8 a product's bytes times 64 are added up; a stage has two pieces,
+// and in step m of a piece lane t has columns 16 t + 4 m, + 1, + 8 and + 9, then those two further.
 //
 // One lane of each group brings a piece's inputs, a box of a tensor map, and its words, a strip for each tile along K:
 // those of the first stages before the kernel before has ended. Beyond the last strip or row of tiles old words stay
@@ -30,23 +30,30 @@
 
 namespace hf_kbit::cuda {
 
+// Of experts there are tiles.
 struct ManyTrellisArguments {
     const uint32_t* words;
     void* sums;
     int tokens, across, down, steps, token_tiles, row_tiles, split, units;
     float unit;  // of sums in float16
+    const ManyTrellisTile* tiles;
 };
 
 // What a CTA does, in its two roles: bring, and decode and multiply.
-template <int bits, int kTokens>
+template <int bits, Code code, typename T, int kTokens>
 struct ManyTrellisCta {
+    static constexpr bool kInt8 = std::is_same_v<T, int8_t>;
+    static_assert(!kInt8 || code == Code::mul1);
+    static constexpr int kPieces = many_trellis_pieces(kInt8), kStrips = 4 * kPieces;
+    using Sum = std::conditional_t<kInt8, int32_t, float>;
     static constexpr int kGroups = many_trellis_groups(kTokens), kWarps = many_trellis_warps(kTokens);
-    static constexpr int kStages = many_trellis_stages(bits, kTokens);
-    static constexpr int kInputBytes = many_trellis_input_bytes(kTokens), kWordBytes = many_trellis_word_bytes(bits);
+    static constexpr int kStages = many_trellis_stages(bits, kTokens, kInt8);
+    static constexpr int kInputBytes = many_trellis_input_bytes(kTokens);
+    static constexpr int kPieceBytes = many_trellis_word_bytes(bits), kWordBytes = kPieces * kPieceBytes;
     static constexpr int kDecoderRegisters = kGroups == 1 ? 232 : 112, kBringerRegisters = kGroups == 1 ? 40 : 32;
     static constexpr bool kHalves = many_trellis_halves(kTokens);
     static constexpr int kSums = kTokens / 2, kPending = kTokens == 128 ? 0 : 1;
-    static_assert(kStages >= 3);
+    static_assert(kStages >= 2 + kPending);
 
     const ManyTrellisArguments& arguments;
     const uint32_t inputs, exchange, words, full, empty;
@@ -67,18 +74,32 @@ struct ManyTrellisCta {
         fence_barriers();
     }
 
-    // A unit, of which a group has so many pieces.
-    struct Unit {
-        int row_tile, token, part, piece, pieces;
+    // Units, where those of experts are known.
+    __device__ __forceinline__ int units() const {
+        if (!arguments.tiles) return arguments.units;
+        wait_for_kernel_before();
+        return arguments.tiles->weight * arguments.row_tiles;
+    }
+    // Of a unit the stages that a group has.
+    struct Stages {
+        int first, count;
     };
-    __device__ __forceinline__ Unit unit_of(int number, int group) const {
-        const int part = number % arguments.split, tile = number / arguments.split;
+    __device__ __forceinline__ Stages stages_of(int number, int group) const {
+        const int part = number % arguments.split;
         const int first = arguments.steps * part / arguments.split;
         const int steps = arguments.steps * (part + 1) / arguments.split - first;
         // Of a single step the second group has the next one, beyond K, whose inputs are zeros.
         const int of_first = (steps + kGroups - 1) / kGroups, own = group == 0 ? of_first : max(1, steps - of_first);
-        return {tile / arguments.token_tiles, tile % arguments.token_tiles * kTokens, part,
-                2 * (first + group * of_first), 2 * own};
+        return {2 * (first + group * of_first), 2 * own};
+    }
+    struct Unit {
+        int row_tile;
+        ManyTrellisTile tile;
+    };
+    __device__ __forceinline__ Unit unit_of(int number) const {
+        const int tile = number / arguments.split;
+        if (arguments.tiles) return {tile % arguments.row_tiles, arguments.tiles[1 + tile / arguments.row_tiles]};
+        return {tile / arguments.token_tiles, {0, tile % arguments.token_tiles * kTokens, arguments.tokens}};
     }
     static __device__ __forceinline__ void advance(int& stage, int& phase) {
         if (++stage == kStages) {
@@ -89,40 +110,45 @@ struct ManyTrellisCta {
 
     // --- who brings ---
 
-    __device__ __forceinline__ void bring_words(const Unit& unit, int piece, int at) const {
+    __device__ __forceinline__ void bring_words(const Unit& unit, int number, int at) const {
         constexpr int kTileBytes = 32 * bits;
         const int bytes = min(kManyTrellisTiles, arguments.down - unit.row_tile * kManyTrellisTiles) * kTileBytes;
-        const int strip = 4 * piece, strips = max(0, min(4, arguments.across - strip));
+        const int strip = kStrips * number, strips = max(0, min(kStrips, arguments.across - strip));
         expect_bytes(full + 8 * at, kInputBytes + strips * bytes);
+        const int64_t strips_before = int64_t{unit.tile.weight} * arguments.across + strip;
         const char* from = reinterpret_cast<const char*>(arguments.words) +
-                           (int64_t{strip} * arguments.down + unit.row_tile * kManyTrellisTiles) * kTileBytes;
+                           (strips_before * arguments.down + unit.row_tile * kManyTrellisTiles) * kTileBytes;
 #pragma unroll
-        for (int i = 0; i < 4; ++i, from += int64_t{arguments.down} * kTileBytes) {
+        for (int i = 0; i < kStrips; ++i, from += int64_t{arguments.down} * kTileBytes) {
             if (i < strips) {
-                const uint32_t to = words + at * kWordBytes + many_trellis_strip_start(bits, i);
+                const uint32_t to =
+                    words + at * kWordBytes + i / 4 * kPieceBytes + many_trellis_strip_start(bits, i % 4);
                 bulk_copy(to, from, bytes, full + 8 * at);
             }
         }
     }
-    __device__ __forceinline__ void bring_inputs(const CUtensorMap& map, const Unit& unit, int piece, int at) const {
-        bulk_copy_box(inputs + at * kInputBytes, &map, piece * kManyTrellisPiece, unit.token, full + 8 * at);
+    __device__ __forceinline__ void bring_inputs(const CUtensorMap& map, const Unit& unit, int number, int at) const {
+        const int column = number * kPieces * kManyTrellisPiece;
+        bulk_copy_box(inputs + at * kInputBytes, &map, column, unit.tile.first, full + 8 * at);
     }
 
     __device__ __forceinline__ void bring(const CUtensorMap& map, int group) const {
-        const int first_stage = group * kStages;
-        Unit unit = unit_of(blockIdx.x, group);
-        const int early = min(kStages, unit.pieces);
-        for (int i = 0; i < early; ++i) bring_words(unit, unit.piece + i, first_stage + i);
+        const int first_stage = group * kStages, units = this->units();
+        if (static_cast<int>(blockIdx.x) >= units) return;
+        Unit unit = unit_of(blockIdx.x);
+        Stages stages = stages_of(blockIdx.x, group);
+        const int early = min(kStages, stages.count);
+        for (int i = 0; i < early; ++i) bring_words(unit, stages.first + i, first_stage + i);
         wait_for_kernel_before();
-        for (int i = 0; i < early; ++i) bring_inputs(map, unit, unit.piece + i, first_stage + i);
+        for (int i = 0; i < early; ++i) bring_inputs(map, unit, stages.first + i, first_stage + i);
         int stage = early % kStages, phase = early / kStages, done = early;
-        for (int number = blockIdx.x; number < arguments.units; number += gridDim.x, done = 0) {
-            unit = unit_of(number, group);
-            for (int i = done; i < unit.pieces; ++i) {
+        for (int number = blockIdx.x; number < units; number += gridDim.x, done = 0) {
+            unit = unit_of(number), stages = stages_of(number, group);
+            for (int i = done; i < stages.count; ++i) {
                 const int at = first_stage + stage;
                 wait_barrier(empty + 8 * at, phase ^ 1);
-                bring_words(unit, unit.piece + i, at);
-                bring_inputs(map, unit, unit.piece + i, at);
+                bring_words(unit, stages.first + i, at);
+                bring_inputs(map, unit, stages.first + i, at);
                 advance(stage, phase);
             }
         }
@@ -151,6 +177,32 @@ struct ManyTrellisCta {
         to[0] = __shfl_sync(0xFFFFFFFF, to[bits], (lane + 28) % 32);
     }
 
+    // Operand A of the four instructions of a stage.
+    static __device__ __forceinline__ void decode(uint32_t from, int lane, uint32_t (&a)[4][4]) {
+        uint32_t own[bits + 1];
+        if constexpr (kInt8) {
+#pragma unroll
+            for (int piece = 0; piece < kPieces; ++piece) {
+                load_words(from + piece * kPieceBytes, lane, own);
+#pragma unroll
+                for (int i = 0; i < 8; ++i) a[2 * piece + i / 4][i % 4] = four_int8(own, 4 * i);
+            }
+        } else {
+            load_words(from, lane, own);
+            const auto two_of = [&](int first) {
+                const __half2 two = two_weights<code>(own, first);
+                return reinterpret_cast<const uint32_t&>(two);
+            };
+#pragma unroll
+            for (int m = 0; m < 4; ++m) {
+                a[m][0] = two_of(8 * m);
+                a[m][1] = two_of(8 * m + 4);
+                a[m][2] = two_of(8 * m + 2);
+                a[m][3] = two_of(8 * m + 6);
+            }
+        }
+    }
+
     __device__ __forceinline__ void multiply(int warp) const {
         const int lane = static_cast<int>(threadIdx.x) % 32, g = lane / 4, t = lane % 4;
         const int group = warp / 8, of_group = warp % 8;
@@ -159,36 +211,26 @@ struct ManyTrellisCta {
         const uint32_t of_lane =
             words + group * kStages * kWordBytes + many_trellis_strip_start(bits, t) + (of_group * 8 + g) * bits * 4;
         int stage = 0, phase = 0;
+        // Asked for again each time, as registers are short.
 #pragma unroll 1
-        for (int number = blockIdx.x; number < arguments.units; number += gridDim.x) {
-            const int pieces = unit_of(number, group).pieces;
-            float sums[kSums];
+        for (int number = blockIdx.x; number < units(); number += gridDim.x) {
+            const int stages = stages_of(number, group).count;
+            Sum sums[kSums];
             int last = -1;  // the stage that the tensor cores may still read
 #pragma unroll 1
-            for (int piece = 0; piece < pieces; piece += 2) {
+            for (int done_before = 0; done_before < stages; done_before += 2) {
                 // Two at a time have registers of their own for what the tensor cores read meanwhile.
 #pragma unroll
                 for (int half = 0; half < 2; ++half) {
                     wait_barrier(group_full + 8 * stage, phase);
-                    uint32_t own[bits + 1], a[4][4];
-                    load_words(of_lane + stage * kWordBytes, lane, own);
-                    const auto two_of = [&](int first) {
-                        const __half2 two = two_weights<Code::mul1>(own, first);
-                        return reinterpret_cast<const uint32_t&>(two);
-                    };
-#pragma unroll
-                    for (int m = 0; m < 4; ++m) {
-                        a[m][0] = two_of(8 * m);
-                        a[m][1] = two_of(8 * m + 4);
-                        a[m][2] = two_of(8 * m + 2);
-                        a[m][3] = two_of(8 * m + 6);
-                    }
+                    uint32_t a[4][4];
+                    decode(of_lane + stage * kWordBytes, lane, a);
                     // In units of 16 bytes; an instruction has 32 bytes of a token.
                     const uint64_t from = columns + (stage * kInputBytes >> 4);
                     wgmma_fence();
 #pragma unroll
                     for (int m = 0; m < 4; ++m) {
-                        wgmma<__half, kTokens>(sums, a[m], from + 2 * m, piece + half + m > 0);
+                        wgmma<T, kTokens>(sums, a[m], from + 2 * m, done_before + half + m > 0);
                     }
                     wgmma_commit();
                     wgmma_wait<kPending>();
@@ -204,20 +246,25 @@ struct ManyTrellisCta {
                 if (lane == 0) arrive(group_empty + 8 * last);
             }
 #pragma unroll
-            for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(sums[i])::"memory");
-            const Unit unit = unit_of(number, group);
+            for (int i = 0; i < kSums; ++i) {
+                if constexpr (kInt8) {
+                    asm volatile("" : "+r"(sums[i])::"memory");
+                } else {
+                    asm volatile("" : "+f"(sums[i])::"memory");
+                }
+            }
             if constexpr (kGroups == 1) {
-                store(sums, unit, of_group, 0);
+                store(sums, number, of_group, 0);
             } else {
                 float own[kSums / 2];
                 exchange_halves(sums, own, group, of_group);
-                store(own, unit, of_group, group * (kTokens / 2));
+                store(own, number, of_group, group * (kTokens / 2));
             }
         }
     }
 
     // Each of two groups completes half of the tokens.
-    __device__ __forceinline__ void exchange_halves(const float (&sums)[kSums], float (&own)[kSums / 2], int group,
+    __device__ __forceinline__ void exchange_halves(const Sum (&sums)[kSums], float (&own)[kSums / 2], int group,
                                                     int of_group) const {
         const auto place = [&](int owner, int i) {
             return exchange + (((owner * (kSums / 8) + i / 4) * 8 + of_group) * 32 + lane_id()) * 16;
@@ -228,7 +275,8 @@ struct ManyTrellisCta {
             uint32_t given[4];
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-                const float lower = sums[i + j], upper = sums[kSums / 2 + i + j];
+                const auto lower = static_cast<float>(sums[i + j]),
+                           upper = static_cast<float>(sums[kSums / 2 + i + j]);
                 own[i + j] = group == 0 ? lower : upper;
                 given[j] = __float_as_uint(group == 0 ? upper : lower);
             }
@@ -244,21 +292,22 @@ struct ManyTrellisCta {
     }
 
     // Rows g and g + 8 lie side by side: whole sectors of a token.
-    template <int count>
-    __device__ __forceinline__ void store(const float (&sums)[count], const Unit& unit, int of_group,
-                                          int first) const {
+    template <typename Number, int count>
+    __device__ __forceinline__ void store(const Number (&sums)[count], int number, int of_group, int first) const {
+        const Unit unit = unit_of(number);
+        const int part = number % arguments.split;
         using Two = std::conditional_t<kHalves, __half2, float2>;
         const int lane = lane_id(), g = lane / 4, t = lane % 4;
         const int pairs = arguments.row_tiles * (kManyTrellisRows / 2);  // of a token
-        auto* to = static_cast<Two*>(arguments.sums) + int64_t{unit.part} * arguments.tokens * pairs;
-        int token = unit.token + first + 2 * t;
+        auto* to = static_cast<Two*>(arguments.sums) + int64_t{part} * arguments.tokens * pairs;
+        int token = unit.tile.first + first + 2 * t;
         int at = token * pairs + unit.row_tile * (kManyTrellisRows / 2) + of_group * 8 + g;
 #pragma unroll
         for (int i = 0; i < count; i += 4, token += 8, at += 8 * pairs) {
 #pragma unroll
             for (int odd = 0; odd < 2; ++odd) {
-                if (token + odd >= arguments.tokens) continue;
-                const float a = sums[i + odd], b = sums[i + 2 + odd];
+                if (token + odd >= unit.tile.end) continue;
+                const auto a = static_cast<float>(sums[i + odd]), b = static_cast<float>(sums[i + 2 + odd]);
                 if constexpr (kHalves) {
                     to[at + odd * pairs] = __floats2half2_rn(a * arguments.unit, b * arguments.unit);
                 } else {
@@ -269,12 +318,12 @@ struct ManyTrellisCta {
     }
 };
 
-template <int bits, int kTokens>
+template <int bits, Code code, typename T, int kTokens>
 __global__ void __launch_bounds__(many_trellis_threads(kTokens), 1)
     multiply_many_kernel(const __grid_constant__ CUtensorMap map,
                          const __grid_constant__ ManyTrellisArguments arguments) {
     if constexpr (kHopper) {
-        using Cta = ManyTrellisCta<bits, kTokens>;
+        using Cta = ManyTrellisCta<bits, code, T, kTokens>;
         extern __shared__ __align__(1024) char smem[];
         constexpr uint32_t kAlign = kManyTrellisAlign;
         const Cta cta(arguments, (shared_address(smem) + kAlign - 1) / kAlign * kAlign);
@@ -304,15 +353,24 @@ cudaError_t dispatch_many_tile(int token_tile, const Run& run) {
 }
 
 // Overlaps with the kernel before it, which makes the inputs.
-template <int bits>
-cudaError_t multiply_many_trellis(const CUtensorMap& map, const ManyTrellisArguments& arguments,
+template <Code code, typename T>
+cudaError_t multiply_many_trellis(const CUtensorMap& map, const ManyTrellisArguments& arguments, int bits,
                                   const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream) {
-    return dispatch_many_tile(plan.token_tile, [&](auto tile) {
-        constexpr int kTokens = tile();
-        static Launcher launcher(multiply_many_kernel<bits, kTokens>, many_trellis_threads(kTokens), kAllShared);
-        return launcher.launch_overlapping(gpu, plan.ctas, 1, many_trellis_shared_bytes(bits, kTokens), stream, map,
-                                           arguments);
+    return dispatch_trellis(bits, [&](auto width) {
+        return dispatch_many_tile(plan.token_tile, [&](auto tile) {
+            constexpr int kTokens = tile(), kShared = many_trellis_shared_bytes(width(), kTokens, sizeof(T) == 1);
+            static Launcher launcher(multiply_many_kernel<width(), code, T, kTokens>, many_trellis_threads(kTokens),
+                                     kAllShared);
+            return launcher.launch_overlapping(gpu, plan.ctas, 1, kShared, stream, map, arguments);
+        });
     });
 }
+// The same, each compiled by itself (many_tokens_int8.cu, many_tokens_mcg.cu, many_tokens_3inst.cu).
+cudaError_t multiply_many_trellis_int8(const CUtensorMap& map, const ManyTrellisArguments& arguments, int bits,
+                                       const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream);
+cudaError_t multiply_many_trellis_mcg(const CUtensorMap& map, const ManyTrellisArguments& arguments, int bits,
+                                      const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream);
+cudaError_t multiply_many_trellis_3inst(const CUtensorMap& map, const ManyTrellisArguments& arguments, int bits,
+                                        const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

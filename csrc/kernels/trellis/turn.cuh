@@ -3,6 +3,8 @@
 
 #include <cuda_bf16.h>
 
+#include "kernels/inputs/swiglu.cuh"
+#include "kernels/kernels.h"
 #include "kernels/transform.cuh"
 
 namespace hf_kbit::cuda {
@@ -17,23 +19,49 @@ template <typename T>
 __device__ __forceinline__ void eight_floats(const T* from, float (&to)[8]) {
     unpack_octet<T>(*reinterpret_cast<const uint4*>(from), to);
 }
-// Columns `first` to `first` + 7 of a token times those of suh; zeros beyond the last.
+// Columns `first` to `first` + 7 of a row of so many; zeros beyond the last.
 template <typename T>
-__device__ __forceinline__ void eight_scaled(const T* x, const __half* suh, int first, int in_features,
-                                             float (&to)[8]) {
-    if (in_features % 8 == 0 && first < in_features) {
-        float scales[8];
-        eight_floats(x + first, to);
-        eight_floats(suh + first, scales);
+__device__ __forceinline__ uint4 octet_of(const T* row, int first, int columns) {
+    if (columns % 8 == 0 && first < columns) return *reinterpret_cast<const uint4*>(row + first);
+    uint32_t words[4];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) to[i] = __fmul_rn(to[i], scales[i]);
-    } else {
+    for (int i = 0; i < 4; ++i) {
+        uint32_t two[2];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const bool there = first + i < in_features;
-            to[i] = there ? __fmul_rn(as_float(x[first + i]), __half2float(suh[first + i])) : 0.0f;
+        for (int j = 0; j < 2; ++j) {
+            const int column = first + 2 * i + j;
+            two[j] = column < columns ? reinterpret_cast<const uint16_t*>(row)[column] : 0;
         }
+        words[i] = two[0] | two[1] << 16;
     }
+    return make_uint4(words[0], words[1], words[2], words[3]);
+}
+// Those of a token, times those of suh, which is padded. With swiglu a token has its gates, then as many numbers.
+template <typename T>
+__device__ __forceinline__ void eight_scaled(const T* x, const __half* suh, int first, int in_features, bool swiglu,
+                                             float (&to)[8]) {
+    if (first >= in_features) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i) to[i] = 0;
+        return;
+    }
+    uint4 octet = octet_of(x, first, in_features);
+    if (swiglu) octet = swiglu_octet<T>(octet, octet_of(x + in_features, first, in_features));
+    float scales[8];
+    unpack_octet<T>(octet, to);
+    eight_floats(suh + first, scales);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) to[i] = __fmul_rn(to[i], scales[i]);
+}
+
+// Whose a row is: as many experts as end before it. For all threads of a CTA.
+__device__ __forceinline__ int owner_of(const TrellisExperts& experts, int row) {
+    int owner = 0;
+    for (int chunk = 0; chunk < experts.count; chunk += static_cast<int>(blockDim.x)) {
+        const int expert = chunk + static_cast<int>(threadIdx.x);
+        owner += __syncthreads_count(expert < experts.count && experts.offsets[expert + 1] <= row);
+    }
+    return owner;
 }
 
 __device__ __forceinline__ void store(__half* to, float y) { *to = __float2half_rn(y); }
@@ -58,8 +86,8 @@ __device__ __forceinline__ void turn_own(Number (&values)[count]) {
 }
 // A number itself and that of the lane `distance` from this one.
 __device__ __forceinline__ float turned_with_lane(float value, int distance) {
-    const float other = __shfl_xor_sync(kAllLanes, value, distance);
-    return threadIdx.x & distance ? other - value : value + other;
+    const float sign = threadIdx.x & distance ? -1.0f : 1.0f;
+    return __fmaf_rn(sign, value, __shfl_xor_sync(kAllLanes, value, distance));
 }
 
 }  // namespace hf_kbit::cuda

@@ -39,6 +39,19 @@ __device__ __forceinline__ __half2 two_values(uint32_t first, uint32_t second) {
     }
 }
 
+// Four weights from `first` on of code mul1 as int8: a quarter of the sums less 509 (many_plan.h, kInt8Zero).
+template <int count>
+__device__ __forceinline__ uint32_t four_int8(const uint32_t (&words)[count], int first) {
+    constexpr int bits = count - 1;
+    uint32_t sums[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const uint32_t product = window(words, (first + i + 1) * bits) * code_factor(Code::mul1);
+        sums[i] = __dp4a(product, 0x40404040u, static_cast<uint32_t>(-509 * 64));
+    }
+    return __byte_perm(__byte_perm(sums[0], sums[1], 0x0051), __byte_perm(sums[2], sums[3], 0x0051), 0x5410);
+}
+
 // Weights `first` and `first` + 1 of words behind the one before them.
 template <Code code, int count>
 __device__ __forceinline__ __half2 two_weights(const uint32_t (&words)[count], int first) {

@@ -38,7 +38,8 @@ class KbitRows(KbitLinear):
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         parts = self.parts
-        return self.own(parts["kind"].product(x, parts, bias if self.is_whole else None), bias)
+        multiply = parts["kind"].product_int8 if self.inputs else parts["kind"].product
+        return self.own(multiply(x, parts, bias if self.is_whole else None), bias)
 
     def own(self, y: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Of outputs of all rows this process's; bias is in them where they are all its own."""
@@ -161,7 +162,9 @@ class KbitLinearMethod(LinearMethodBase):
             if self.columns != self.all_columns:
                 place = layer.tp_rank * self.columns
                 weight = weight.cut_columns(place, place + self.columns).each(torch.clone)
-            parts.append(KbitRows(weight, start - first, stop - start))
+            part = KbitRows(weight, start - first, stop - start)
+            part.take_inputs(self.inputs)
+            parts.append(part)
         return parts
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
@@ -225,7 +228,7 @@ def _rows_products(x: torch.Tensor, parts: list[tuple]) -> list[torch.Tensor]:
         return [part.product(x, bias) for part, bias in parts]
     fused = [bias if part.is_whole else None for part, bias in parts]
     weights = [part.parts for part, _ in parts]
-    of_all = weights[0]["kind"].products(x, fused, weights)
+    of_all = weights[0]["kind"].products(x, fused, weights, parts[0][0].inputs is not None)
     return [part.own(y, bias) for y, (part, bias) in zip(of_all, parts, strict=True)]
 
 

@@ -141,14 +141,23 @@ def test_an_adapter(dtype, tmp_path):
 
 
 @serving.ON_CPU
-def test_inputs_stay_in_16_bits(tmp_path, caplog, monkeypatch):
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("qwen3_moe", "in 11 of 11 layers"),
+        ("llama_tied", "in 0 of 15 layers; 16-bit ones stay in lm_head: a trellis of"),
+    ],
+)
+def test_8_bit_inputs(name, told, tmp_path, caplog, monkeypatch):
+    """Which a CPU leaves in 16 bits, and of some codes every device."""
     monkeypatch.setattr(logger, "propagate", True)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    folder = copied("qwen3_moe", tmp_path)
+    caplog.set_level(logging.INFO, logger.name)
+    folder = copied(name, tmp_path)
     found = serving.generate(folder, **ALONE, hf_overrides={WISH: "int8"})
     serving.assert_same(found, serving.load(folder))
     (line,) = {record.getMessage() for record in caplog.records if "8-bit inputs" in record.getMessage()}
-    assert line.startswith("hf_kbit: 8-bit inputs in 0 of 11 layers; 16-bit ones stay in ") and "a trellis" in line
+    assert line.startswith(f"hf_kbit: 8-bit inputs {told}") and ("a trellis of code 'mcg'" in line) == ("stay" in told)
 
 
 def test_a_config_that_calls_a_head_tied(tmp_path):

@@ -1,0 +1,11 @@
+// Products of a trellis of code mcg on Hopper, in float16: many_tokens.cuh, compiled by itself.
+#include "kernels/trellis/many_tokens.cuh"
+
+namespace hf_kbit::cuda {
+
+cudaError_t multiply_many_trellis_mcg(const CUtensorMap& map, const ManyTrellisArguments& arguments, int bits,
+                                      const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream) {
+    return multiply_many_trellis<Code::mcg, __half>(map, arguments, bits, plan, gpu, stream);
+}
+
+}  // namespace hf_kbit::cuda
