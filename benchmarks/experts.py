@@ -1,15 +1,15 @@
 """Times a mixture's experts, from the router's output to y, beside Transformers' own in 16 bits, on one CUDA GPU.
 
     python benchmarks/experts.py [--models qwen3-30b-a3b,mixtral-8x7b] [--bits 2,3,4,5] [--tokens 1,16,256,2048]
-                                 [--peers grouped_mm,batched_mm] [--json results.jsonl] [--table]
+                                 [--trellis] [--peers grouped_mm,batched_mm] [--json results.jsonl] [--table]
     python benchmarks/experts.py --from results.jsonl --table
 
 A time is the median of replays of a CUDA graph of several calls, each with tokens and experts of its own, at random,
 so that few weights are in L2; all sides of a line take turns. bfloat16; weights are random, rotated and with column
 scales, as by default. The floor is the time to read what the experts that have tokens need, at the speed of a kernel
 that only reads. ``up`` and ``down`` are the two products by themselves, and fields with ``int8`` are of experts that
-ask for 8-bit inputs, which they get where the library finds that faster. --table prints the table of
-docs/performance.md.
+ask for 8-bit inputs, which they get where the library finds that faster. With --trellis each width is measured with a
+trellis as well, of random codes; its fields begin with ``trellis_``. --table prints the table of docs/performance.md.
 """
 
 import argparse
@@ -26,9 +26,11 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 from hf_kbit import codebooks
 from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.spec import BITS
+from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.nn import experts as nn_experts
 from hf_kbit.nn.site import empty, pack, sites
 from hf_kbit.ops import native
+from hf_kbit.weight.tensor import KbitTensor, Packed, as_parameter
 
 PEERS = ("grouped_mm", "batched_mm")
 QWEN3 = {"hidden_size": 2048, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8}
@@ -53,13 +55,34 @@ def dense_experts(model: str):
 
 def packed_experts(dense, bits: int):
     """The experts with packed projections, the 16-bit ones left alone."""
-    packed = copy.copy(dense)
-    packed._parameters, packed._modules = dict(dense._parameters), dict(dense._modules)
-    holder = torch.nn.ModuleDict({"experts": packed})
-    for site in list(sites(holder).values()):
+    packed, own_sites = as_sites(dense)
+    for site in own_sites:
         weight = site.weight.data
         pack(site, empty(site, ScalarDecoding(codebooks.optimal(bits, signed=True), 0, "rotated"))).load_dense(weight)
     return packed
+
+
+def trellis_experts(dense, bits: int):
+    """The experts with random trellises."""
+    packed, own_sites = as_sites(dense)
+    for site in own_sites:
+        decoding, weight = TrellisDecoding(bits), site.weight.data
+        tensors = {
+            name: torch.randint(-(2**15), 2**15, size, dtype=dtype, device=DEVICE)
+            if dtype == torch.int16
+            else torch.full(size, 0.1, dtype=dtype, device=DEVICE)
+            for name, (dtype, size) in decoding.layout(weight.shape).items()
+        }
+        layer = pack(site, empty(site, decoding))
+        layer.weight = as_parameter(KbitTensor.of(Packed(tensors, decoding), weight.shape, weight.dtype))
+    return packed
+
+
+def as_sites(dense):
+    """A copy of the experts, whose weights can be replaced, and where these are."""
+    packed = copy.copy(dense)
+    packed._parameters, packed._modules = dict(dense._parameters), dict(dense._modules)
+    return packed, list(sites(torch.nn.ModuleDict({"experts": packed})).values())
 
 
 def with_int8_inputs(packed):
@@ -117,10 +140,10 @@ def floor_us(block, calls) -> float:
 def measured(dense, packed: dict, peers, calls) -> dict[tuple[str, int | None], float]:
     """Microseconds by field of a line and width, None where it is that of any."""
     own = {}
-    for bits, block in packed.items():
-        blocks = {"": block}
+    for bits, kinds in packed.items():
+        blocks = dict(kinds)
         if native.has_int8(DEVICE):
-            blocks["int8_"] = with_int8_inputs(block)
+            blocks |= {f"{prefix}int8_": with_int8_inputs(block) for prefix, block in kinds.items()}
         for prefix, its in blocks.items():
             own[f"{prefix}us", bits] = [partial(its, *each) for each in calls]
             own |= {(f"{prefix}{what}_us", bits): of for what, of in projection_calls(its, calls).items()}
@@ -143,14 +166,16 @@ def run(arguments) -> list[dict]:
     lines = []
     for model in arguments.models:
         dense = dense_experts(model)
-        packed = {bits: packed_experts(dense, bits) for bits in arguments.bits}
+        packed = {bits: {"": packed_experts(dense, bits)} for bits in arguments.bits}
+        for bits, kinds in packed.items() if arguments.trellis else ():
+            kinds["trellis_"] = trellis_experts(dense, bits)
         for tokens in arguments.tokens:
             calls = list(inputs(model, tokens, 16 if tokens <= FEW else 4))
             times = measured(dense, packed, arguments.peers, calls)
             dense_floor = floor_us(dense, calls)
-            for bits, block in packed.items():
+            for bits, kinds in packed.items():
                 own = {field: us for (field, width), us in times.items() if width in (bits, None)}
-                floors = {"floor_us": floor_us(block, calls), "floor_16_us": dense_floor}
+                floors = {"floor_us": floor_us(kinds[""], calls), "floor_16_us": dense_floor}
                 line = {"model": model, "tokens": tokens, "bits": bits, **own, **floors}
                 report.line(**line)
                 lines.append({**report.context, **line})
@@ -188,6 +213,7 @@ def main() -> None:
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(MODELS))
     parser.add_argument("--bits", type=numbers, default=list(BITS))
     parser.add_argument("--tokens", type=numbers, default=[1, 4, 16, 64, 256, 2048])
+    parser.add_argument("--trellis", action="store_true", help="measure each width with a trellis as well")
     parser.add_argument("--table", action="store_true", help="print the table of docs/performance.md at the end")
     arguments = parse(parser, PEERS, uses=("table",))
     lines = read(arguments.source) if arguments.source else run(arguments)

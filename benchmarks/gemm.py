@@ -18,7 +18,8 @@ that a kernel of its own rounds to FP8 or int8. --plot needs matplotlib.
 --gradient times the gradient of the activations in place of the product, beside cuBLAS alone; its lines say so. With
 --rotated weights have column scales and a rotation, of which the lines tell the cost, beside the same weight without:
 ``plain_us``, measured in turn. Where the GPU has a kernel for 8-bit inputs, lines with ``inputs`` are of
-products that ask for them; up to 64 tokens these are 16-bit inputs' own. Lines with ``weight`` are of trellises.
+products that ask for them; up to 64 tokens, of trellises up to 16, these are 16-bit inputs' own. Lines with ``weight``
+are of trellises.
 
 --against prints what has become slower since the lines of a file were measured, by more than ``NOISE``: of the ratios
 of times, each over the median of cuBLAS's ratios, by which the machines differ. If there is any, the exit status is 1.
@@ -131,7 +132,7 @@ def packed_kernels(weight, bits: int, gradient: bool, rotated: bool):
         sides["int8"] = [
             lambda x, w=w, s=s, c=c: OPS.gemm_int8(x, w, s, codebook, None, n, c, inverses) for w, s, c in sets
         ]
-    return sides | {"trellis": trellis_kernels(n, k, bits, gradient)}, size
+    return sides | trellis_kernels(n, k, bits, gradient), size
 
 
 def trellis_kernels(n: int, k: int, bits: int, gradient: bool):
@@ -140,8 +141,11 @@ def trellis_kernels(n: int, k: int, bits: int, gradient: bool):
 
     sets = [on_gpu() for _ in range(copies(n * k * bits // 8))]
     if gradient:
-        return [lambda x, how=how: OPS.gemm_trellis_gradient(x, *how) for how in sets]
-    return [lambda x, how=how: OPS.gemm_trellis(x, None, *how) for how in sets]
+        return {"trellis": [lambda x, how=how: OPS.gemm_trellis_gradient(x, *how) for how in sets]}
+    return {
+        "trellis": [lambda x, how=how: OPS.gemm_trellis(x, None, *how) for how in sets],
+        "trellis int8": [lambda x, how=how: OPS.gemm_trellis_int8(x, None, *how) for how in sets],
+    }
 
 
 # --- peers ----------------------------------------------------------------------------------------
@@ -296,8 +300,9 @@ def row(x, n: int, dense, packed, others, floor: Floor, versions, emit) -> None:
             elif ("plain", bits) in us:
                 speed["plain_us"] = us["plain", bits]
             emit(bits=bits, **speed, **result)
-        elif side == "trellis":
-            emit(bits=bits, weight="trellis", **result)
+        elif side.startswith("trellis"):
+            inputs = {"inputs": "int8"} if side == "trellis int8" else {}
+            emit(bits=bits, weight="trellis", **inputs, **result)
         elif side != "plain":
             emit(bits=bits, peer=side, version=versions[side], **result)
 
@@ -334,6 +339,7 @@ STYLES = {
     "hf_kbit": "-",
     "hf_kbit, 8-bit inputs": "-.",
     "hf_kbit, trellis": (0, (3, 1, 1, 1)),
+    "hf_kbit, trellis, 8-bit inputs": (0, (3, 1, 1, 1, 1, 1)),
     "humming": "--",
     "humming-fp8": (0, (5, 1, 1, 1)),
     "humming-int8": (0, (8, 2)),
@@ -370,7 +376,7 @@ def plot(lines, file: str) -> None:
 def panel(axis, shape: str, lines) -> None:
     curves = {}
     for line in lines:  # where a file holds several runs, the last one counts
-        kind = ", 8-bit inputs" if "inputs" in line else ", trellis" if "weight" in line else ""
+        kind = (", trellis" if "weight" in line else "") + (", 8-bit inputs" if "inputs" in line else "")
         name = line.get("peer", "hf_kbit" + kind)
         curves.setdefault((name, line["bits"]), {})[line["tokens"]] = line["speedup"]
     for (name, bits), points in sorted(curves.items(), key=lambda item: (list(STYLES).index(item[0][0]), item[0][1])):
