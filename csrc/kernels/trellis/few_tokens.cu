@@ -90,8 +90,8 @@ __global__ void __launch_bounds__(kThreads)
     constexpr int kWarps = kThreads / 32;
     __shared__ uint32_t largest_of[32];  // of all warps of a cluster
     __shared__ int sum_of[32];
-    let_next_kernel_start();
-    meet();  // whose shared memory is there now
+    let_next_kernel_start();  // which waits for this one before it reads anything but weights
+    meet();                   // whose shared memory is there now
     wait_for_kernel_before();
     for (int i = blockIdx.x * kThreads + threadIdx.x; i < num_counts; i += gridDim.x * kThreads) room.counts[i] = 0;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;

@@ -81,19 +81,18 @@ __device__ __forceinline__ void turn_chunk(const T* x, const __half* suh, int ch
     }
 }
 
-// Of a lane's two bytes of four tiles for four m, and its neighbour's, those of both for two m.
+// Two lanes have two bytes each of four tiles for four m. They store 16 bytes of one m each, then of the next two.
 __device__ __forceinline__ void store_int8(const uint32_t (&two)[4][4], int8_t* to, bool there) {
     const bool odd = threadIdx.x % 2;
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < 4; i += 2) {
         uint32_t four[4];
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
-            const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? two[i][t] : two[i + 2][t], 1);
-            const uint32_t own = odd ? two[i + 2][t] : two[i][t];
-            four[t] = odd ? __byte_perm(other, own, 0x5410) : __byte_perm(own, other, 0x5410);
+            const uint32_t other = __shfl_xor_sync(kAllLanes, odd ? two[i][t] : two[i + 1][t], 1);
+            four[t] = odd ? __byte_perm(other, two[i + 1][t], 0x5410) : __byte_perm(two[i][t], other, 0x5410);
         }
-        if (there) store_16(to + (odd ? 32 : 0) + 16 * i, make_uint4(four[0], four[1], four[2], four[3]));
+        if (there) store_16(to + 16 * (i + odd), make_uint4(four[0], four[1], four[2], four[3]));
     }
 }
 
@@ -105,8 +104,8 @@ __global__ void __launch_bounds__(kThreads)
                      int padded_in, int width, int block, Input* inputs, float* units, int* row_sums, int* weights) {
     if constexpr (!kHopper) return;
     __shared__ uint32_t largest_of[kThreads / 32];
+    let_next_kernel_start();  // which waits for this one before it reads anything but weights
     wait_for_kernel_before();
-    let_next_kernel_start();
     const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
     int row = static_cast<int>(blockIdx.x) % tokens;
     if (experts.offsets) {
@@ -212,8 +211,8 @@ __global__ void __launch_bounds__(kFinishThreads)
     const int row_tile = there ? static_cast<int>(number % row_tiles) : 0;
     const int q = static_cast<int>(threadIdx.x) % 4;
     float values[4][8] = {};
-    wait_for_kernel_before();
     let_next_kernel_start();
+    wait_for_kernel_before();
     const int weight = weights ? weights[token] : 0;
     const Sum* from = sums + (int64_t{token} * row_tiles + row_tile) * kManyTrellisRows + 8 * q;
     // Of rows that no expert has sums are not there.
@@ -247,8 +246,8 @@ __global__ void __launch_bounds__(kFinishThreads)
     }
     if (!there) return;
     const int first = row_tile * kManyTrellisRows + 8 * q;
-    const int64_t pitch = int64_t{rows / tokens} * out_features;
-    T* const of_token = y + token % tokens * pitch + token / tokens * out_features;
+    T* of_token = y + int64_t{token} * out_features;
+    if (weights) of_token = y + (int64_t{token % tokens} * (rows / tokens) + token / tokens) * out_features;
     svh += int64_t{parts > 0 ? weight : 0} * padded_out;
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
