@@ -132,8 +132,8 @@ def _multiplied(x, first, multiply: Callable, second, block: int, size: int) -> 
 # --- kernels of the CUDA library ------------------------------------------------------------------
 
 _SIDES = "Tensor words, Tensor suh, Tensor svh, int[] shape"
-# For few tokens several weights of one width and of code mul1, whose rows are told.
 LIBRARY.define(f"gemm_trellis_many(Tensor x, Tensor? bias, {_WEIGHT}, bool int8) -> Tensor")
+# For few tokens several weights of one width and of code mul1, of which the rows are told.
 _SEVERAL = "Tensor x, Tensor?[] biases, Tensor[] words, Tensor[] suh, Tensor[] svh, int[] rows"
 LIBRARY.define(f"gemm_trellis_few({_SEVERAL}, int block) -> Tensor[]")
 LIBRARY.define(

@@ -25,8 +25,8 @@ constexpr int kFewTrellisTiles = 4, kFewTrellisPitch = 16 * kFewTrellisTiles + 4
 constexpr int few_trellis_groups(int columns) { return columns <= 8 ? 1 : columns <= 16 ? 2 : 4; }
 constexpr int few_trellis_ctas(int bits, int groups) { return groups == 4 || (groups == 2 && bits > 5) ? 1 : 2; }
 
-// Shared memory: of each warp a ring of stages of so many pieces of 16 bytes; then, in its place, sums. Hopper's is
-// large enough for most of the weights to arrive while inputs are made.
+// Shared memory: of each warp a ring of stages, then, in its place, sums. With more than three stages so many weights
+// are on their way that what makes the inputs waits for them.
 constexpr int few_trellis_stage_bytes(int bits, int groups) { return (32 * bits + 8 + 32 * groups) * 16; }
 constexpr int few_trellis_depth(int bits, int groups, bool hopper) {
     const int room = (hopper ? 227 : 99) * 1024 / few_trellis_ctas(bits, groups) - 1024;
