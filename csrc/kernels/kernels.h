@@ -251,14 +251,14 @@ struct TrellisProduct {
     TrellisSides sides;
 };
 
-// Of experts, rows of x, or those that `rows` picks, follow each other: those of number i are offsets[i] to offsets[i
-// + 1]
-// - 1, of [count + 1]; rows beyond the last have no expert, and y of zeros. Each has so many weights one below the
-// other, all of a product's shape, whose outputs are side by side. With swiglu x has twice as many columns, gates
-// first (inputs/swiglu.cuh). Without offsets there is one weight.
+// Of experts, rows of x, or those that `rows` picks, follow each other: expert i has those from offsets[i] up to, not
+// including, offsets[i + 1], of [count + 1]; rows beyond the last have no expert, and y of zeros. Each has so many
+// weights one below the other, all of a product's shape, whose outputs are side by side. With swiglu x has twice as
+// many columns, gates first (inputs/swiglu.cuh). Without offsets there is one weight. Whatever offsets and rows say,
+// only the x_rows rows of x are read.
 struct TrellisExperts {
     const int32_t *offsets, *rows;
-    int count, weights;
+    int x_rows, count, weights;
     bool swiglu;
 };
 

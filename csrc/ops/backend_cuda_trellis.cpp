@@ -101,7 +101,7 @@ struct Product {
     }
 };
 
-constexpr cuda::TrellisExperts kNoExperts = {nullptr, nullptr, 1, 1, false};
+constexpr cuda::TrellisExperts kNoExperts = {nullptr, nullptr, 0, 1, 1, false};
 
 // Products that share x, widths, code and block, up to kFewTrellisParts, or one of rows of experts.
 void few_tokens(const std::vector<cuda::TrellisProduct>& products, const cuda::TrellisExperts& experts,
@@ -219,8 +219,8 @@ Tensor gemm_trellis_experts(const Tensor& x, const std::optional<Tensor>& rows, 
     if (offsets.numel() != count + 1) {
         refuse("offsets", std::to_string(offsets.numel()), std::to_string(count + 1));
     }
-    if (x.dim() != 2 || x.size(1) != matrix[1] * (swiglu ? 2 : 1)) {
-        refuse("x", "shape " + to_string(shape_of(x)), "[*, " + std::to_string(matrix[1] * (swiglu ? 2 : 1)) + "]");
+    if (x.dim() != 2 || x.size(0) == 0 || x.size(1) != matrix[1] * (swiglu ? 2 : 1)) {
+        refuse("x", "shape " + to_string(shape_of(x)), "rows of " + std::to_string(matrix[1] * (swiglu ? 2 : 1)));
     }
     Tensor y = new_tensor(x, {tokens, weights * matrix[0]}, x.scalar_type());
     const cuda::TrellisProduct product{own_x.const_data_ptr(),
@@ -232,8 +232,9 @@ Tensor gemm_trellis_experts(const Tensor& x, const std::optional<Tensor>& rows, 
                                        weight.bits,
                                        check_code_of(how, code, how != "many"),
                                        weight.sides(matrix, block)};
-    const cuda::TrellisExperts experts{read<int32_t>(own_offsets), own_rows ? read<int32_t>(*own_rows) : nullptr,
-                                       static_cast<int>(count), static_cast<int>(weights), swiglu};
+    const cuda::TrellisExperts experts{read<int32_t>(own_offsets),  own_rows ? read<int32_t>(*own_rows) : nullptr,
+                                       static_cast<int>(x.size(0)), static_cast<int>(count),
+                                       static_cast<int>(weights),   swiglu};
     if (how != "few") {
         many_tokens(product, experts, x, tokens, how == "int8", launch);
     } else if (tokens * weights <= kFewTrellisRows) {

@@ -159,6 +159,10 @@ def trellises() -> None:
             own = torch.randn(5, width * (1 + swiglu)).to(dtype)
             for its_rows in (None, picked):
                 run(OPS.gemm_trellis_experts, own, its_rows, offsets, *stacked, shape, "mul1", block, swiglu, kind)
+        ends = torch.tensor([-7, 90, 2, 80], dtype=torch.int32)  # that nobody should give
+        picked = torch.tensor([-1, 99, 2, 1, 3], dtype=torch.int32)
+        for kind in ("few", "many", "int8"):
+            run(OPS.gemm_trellis_experts, x[:5], picked, ends, *stacked, shape, "mul1", block, False, kind)
         for code in trellis.CODES if block == 128 else ():
             run(OPS.dense_trellis, *how, shape, code, dtype)
 

@@ -101,7 +101,7 @@ __global__ void __launch_bounds__(kThreads)
     bool has_weight = true;
     if (experts.offsets) {
         const int item = number_of_token / experts.weights, owner = owner_of(experts, item);
-        row = experts.rows ? experts.rows[item] : item;
+        row = picked(experts, item);
         has_weight = owner < experts.count;
         weight = has_weight ? owner * experts.weights + number_of_token % experts.weights : 0;
         if (rank == 0 && threadIdx.x == 0) {

@@ -19,9 +19,9 @@ namespace {
 
 // --- experts -------------------------------------------------------------------------------------
 
-// One warp. tiles: [1 + as many as the first one says].
+// One warp. tiles: [1 + as many as the first one says], at most so many.
 __global__ void __launch_bounds__(32)
-    list_tiles_kernel(TrellisExperts experts, int rows, int token_tile, ManyTrellisTile* tiles) {
+    list_tiles_kernel(TrellisExperts experts, int rows, int token_tile, int most, ManyTrellisTile* tiles) {
     wait_for_kernel_before();
     let_next_kernel_start();
     const int lane = static_cast<int>(threadIdx.x);
@@ -29,21 +29,21 @@ __global__ void __launch_bounds__(32)
     for (int chunk = 0; chunk < experts.count; chunk += 32) {
         const int expert = chunk + lane;
         const bool there = expert < experts.count;
-        const int first = there ? min(experts.offsets[expert], rows) : 0;
-        const int end = there ? min(experts.offsets[expert + 1], rows) : 0;
+        const int first = there ? min(max(experts.offsets[expert], 0), rows) : 0;
+        const int end = there ? min(max(experts.offsets[expert + 1], 0), rows) : 0;
         const int own = max(0, end - first + token_tile - 1) / token_tile * experts.weights;
         int up_to = own;  // tiles of this lane's expert and of those before it
         for (int distance = 1; distance < 32; distance *= 2) {
             const int other = __shfl_up_sync(kAllLanes, up_to, distance);
             if (lane >= distance) up_to += other;
         }
-        ManyTrellisTile* to = tiles + 1 + before + up_to - own;
+        int tile = before + up_to - own;
         for (int weight = 0; weight < experts.weights; ++weight) {
-            for (int row = first; row < end; row += token_tile) {
-                *to++ = {expert * experts.weights + weight, weight * rows + row, weight * rows + end};
+            for (int row = first; row < end && tile < most; row += token_tile) {
+                tiles[1 + tile++] = {expert * experts.weights + weight, weight * rows + row, weight * rows + end};
             }
         }
-        before += __shfl_sync(kAllLanes, up_to, 31);
+        before = min(before + __shfl_sync(kAllLanes, up_to, 31), most);
     }
     if (lane == 0) tiles->weight = before;
 }
@@ -113,7 +113,7 @@ __global__ void __launch_bounds__(kThreads)
         const int weight = owner * experts.weights + static_cast<int>(blockIdx.x) / tokens;
         if (threadIdx.x == 0) weights[blockIdx.x] = owner < experts.count ? weight : experts.count * experts.weights;
         suh += int64_t{owner < experts.count ? weight : 0} * padded_in;
-        if (experts.rows) row = experts.rows[row];
+        row = picked(experts, row);
     }
     const bool swiglu = experts.swiglu;
     const T* x = gmem_x + int64_t{row} * (in_features * (swiglu ? 2 : 1));
@@ -301,8 +301,9 @@ cudaError_t many_trellis_tokens(const TrellisProduct& product, const TrellisExpe
     if (error != cudaSuccess) return error;
     if (experts.offsets) {
         static Launcher list(list_tiles_kernel, 32, 0);
-        error = list.launch_overlapping(gpu, 1, 1, 0, stream, experts, static_cast<int>(tokens), plan.token_tile,
-                                        room.tiles);
+        error = list.launch_overlapping(
+            gpu, 1, 1, 0, stream, experts, static_cast<int>(tokens), plan.token_tile,
+            static_cast<int>(most_many_trellis_tiles(plan, experts.count, tokens, experts.weights)), room.tiles);
         if (error != cudaSuccess) return error;
     }
     return dispatch<__half, __nv_bfloat16>(dtype, [&](auto value) {

@@ -54,6 +54,10 @@ __device__ __forceinline__ void eight_scaled(const T* x, const __half* suh, int 
     for (int i = 0; i < 8; ++i) to[i] = __fmul_rn(to[i], scales[i]);
 }
 
+// Which row of x a row is.
+__device__ __forceinline__ int picked(const TrellisExperts& experts, int row) {
+    return experts.rows ? min(max(experts.rows[row], 0), experts.x_rows - 1) : row;
+}
 // Whose a row is: as many experts as end before it. For all threads of a CTA.
 __device__ __forceinline__ int owner_of(const TrellisExperts& experts, int row) {
     int owner = 0;
