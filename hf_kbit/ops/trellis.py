@@ -212,7 +212,7 @@ def _(x, bias, words, suh, svh, shape, code, block):
     _check_can_multiply(x, shape, code)
     if code == "mul1" and _are_few(x):
         return _few(x, [bias], [words], [suh], [svh], [shape[0]], block)[0]
-    if x.numel() <= _most_many(x) * x.shape[-1] and shape[0] <= MOST_FEATURES:
+    if 0 < x.numel() <= _most_many(x) * x.shape[-1] and shape[0] <= MOST_FEATURES:
         return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, code, block, False)
     if _makes_dense(x, suh, svh, block):
         return F.linear(x, OPS.dense_trellis(words, suh, svh, shape, code, x.dtype), bias)

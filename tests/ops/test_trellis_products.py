@@ -156,6 +156,22 @@ def test_few_tokens_give_the_bits_of_a_cpu_on_a_gpu(bits, dtype):
         assert torch.equal(F.linear(x[:2].cuda(), on_gpu, bias.cuda()).cpu(), exact)
 
 
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("code", CODES)
+def test_no_tokens(code, dtype, device):
+    packed = weight(TrellisDecoding(3, code, block=64), 100, 200).moved(device)
+    for size in ((0,), (2, 0)):
+        x = torch.empty(*size, 200, device=device, dtype=dtype)
+        assert F.linear(x, packed).shape == ops.product_int8(x, None, *operands(packed)).shape == (*size, 100)
+        assert [y.shape for y in ops.products(x, 2 * [None], 2 * [operands(packed)], False)] == 2 * [(*size, 100)]
+    experts, _, _ = (each.to(device) for each in of_experts(1))
+    offsets = torch.zeros(5, dtype=torch.int32, device=device)
+    x = torch.empty(0, 64, device=device, dtype=dtype)
+    assert ops.experts_product(x, None, None, offsets, *operands(experts), False).shape == (0, 128)
+    rows = torch.randn(3, 64, device=device).to(dtype)
+    assert not ops.experts_product(rows, None, None, offsets, *operands(experts), False).any()
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("code", CODES)
 def test_several_weights_of_one_input(code, dtype, device):
