@@ -21,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 import hf_kbit
 from hf_kbit.format.trellis import pack
 from hf_kbit.nn.weight import packed_layers
+from hf_kbit.ops import native
 from hf_kbit.weight.trellis import TrellisTensor
 
 DATA = Path(__file__).parents[2] / "data" / "exl3"
@@ -269,6 +270,28 @@ def config(*path):
 def with_nan(scales: torch.Tensor) -> torch.Tensor:
     scales[3] = torch.nan
     return scales
+
+
+@pytest.mark.parametrize(
+    "name, device",
+    [("llama", "cpu"), ("qwen3_moe", "cpu"), pytest.param("llama", "cuda", marks=pytest.mark.gpu)],
+)
+def test_8_bit_inputs(name, device, tmp_path):
+    """A wish that stays with the model, and that devices without kernels, such as CPUs, have no use for."""
+    model, ids = load(DATA / name, device_map=device, dtype=torch.bfloat16), some_ids(name).to(device)
+    before = logits(model, ids)
+    assert hf_kbit.set_inputs(model, "int8") == {}
+    after = logits(model, ids)
+    rounded = device != "cpu" and native.cuda_arch(torch.device(device)) >= 900
+    assert torch.equal(after, before) != rounded and (after - before).norm() < 0.1 * before.norm()
+    model.save_pretrained(tmp_path)
+    again = load(tmp_path, device_map=device, dtype=torch.bfloat16)
+    assert torch.equal(logits(again, ids), after)
+
+
+def test_codes_that_keep_their_inputs():
+    with pytest.raises(ValueError, match=r"inputs: found .*q_proj \(a trellis of code 'mcg'\).*, expected a layer"):
+        hf_kbit.set_inputs(load(DATA / "llama_tied"), "int8")
 
 
 @pytest.mark.parametrize(
