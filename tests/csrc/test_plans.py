@@ -56,17 +56,22 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
                " shared_bytes=" + std::to_string(gradient_shared_bytes(n[3]));
     }
     if (of == "few_trellis") {
-        const FewTrellisPlan plan = plan_few_trellis(n[0], n[1], n[2], n[3], n[4], gpu);
-        return to_string(plan) + " ctas_at_a_time=" +
-               std::to_string(few_trellis_ctas(n[3], few_trellis_groups(n[4])) * gpu.processors);
+        const FewTrellisPlan plan = plan_few_trellis(n[0], n[1], {n + 5, n + 5 + n[4]}, n[2], n[3], gpu);
+        return to_string(plan) + " sums=" + std::to_string(few_trellis_sums(plan, n[3] / 2)) +
+               " counts=" + std::to_string(few_trellis_counts(plan)) + " ctas_at_a_time=" +
+               std::to_string(few_trellis_ctas(n[2], few_trellis_groups(n[3])) * gpu.processors);
     }
     if (of == "many_trellis") {
-        const ManyTrellisPlan plan = plan_many_trellis(n[0], n[1], n[2], gpu);
+        const ManyTrellisPlan plan = plan_many_trellis(n[0], n[1], n[2], n[4], gpu);
         return to_string(plan) + " sums=" + std::to_string(many_trellis_sums(plan, n[2])) +
-               " steps=" + std::to_string(many_trellis_steps(n[0])) +
+               " steps=" + std::to_string(many_trellis_steps(n[0], n[4])) +
                " groups=" + std::to_string(many_trellis_groups(plan.token_tile)) +
-               " stages=" + std::to_string(many_trellis_stages(n[3], plan.token_tile)) +
-               " shared_bytes=" + std::to_string(many_trellis_shared_bytes(n[3], plan.token_tile));
+               " stages=" + std::to_string(many_trellis_stages(n[3], plan.token_tile, n[4])) +
+               " shared_bytes=" + std::to_string(many_trellis_shared_bytes(n[3], plan.token_tile, n[4]));
+    }
+    if (of == "many_trellis_experts") {
+        const ManyTrellisPlan plan = plan_many_trellis_experts(n[0], n[1], n[2], false, gpu);
+        return to_string(plan) + " most_tiles=" + std::to_string(most_many_trellis_tiles(plan, n[2], n[1], n[3]));
     }
     const bool int8 = of == "mma_int8";
     if (!int8 && of != "mma") return "";
@@ -550,14 +555,22 @@ def test_few_tokens_by_a_trellis(ask, gpu, shape):
     """CTAs divide K, none is without a step, nor more at work at a time than a rounded number of each owner's."""
     down, across = (ceil_div(size, 128) * 8 for size in shape)
     steps, owners = ceil_div(across, 4), ceil_div(down, 4)
-    for (items, tokens), bits in itertools.product(
+    for (rows, tokens), bits in itertools.product(
         [(1, tokens) for tokens in (1, 4, 5, 8, 9, 16)] + [(8, 1), (500, 1)], range(1, 9)
     ):
-        plan = ask("few_trellis", gpu, items, across, down, bits, 2 * tokens)
+        plan = ask("few_trellis", gpu, rows, across, bits, 2 * tokens, 1, down)
         assert (plan.split - 1) * plan.steps_of_split < steps <= plan.split * plan.steps_of_split
         assert plan.ctas == plan.split * owners
-        assert plan.split == 1 or items * plan.ctas <= 1.5 * plan.ctas_at_a_time
+        assert plan.split == 1 or rows * plan.ctas <= 1.5 * plan.ctas_at_a_time
         assert plan.shared_bytes <= gpu.shared_limit
+        assert (plan.sums, plan.counts) == (plan.split * 2 * tokens * 16 * down, ceil_div(down, 8))
+
+
+def test_several_trellises_are_planned_as_one(ask):
+    """Each has whole blocks of 128 rows, but the last one what it needs."""
+    for bits, tokens in itertools.product((2, 8), (1, 16)):
+        several = ask("few_trellis", H200, 1, 512, bits, 2 * tokens, 3, 13, 1, 10)
+        assert several == ask("few_trellis", H200, 1, 512, bits, 2 * tokens, 1, 16 + 8 + 10)
 
 
 @pytest.mark.parametrize("gpu", HOPPER)
@@ -565,11 +578,25 @@ def test_few_tokens_by_a_trellis(ask, gpu, shape):
 def test_many_tokens_by_a_trellis(ask, gpu, shape):
     """Tiles cover all rows and tokens, and no group of a part of K is without a step."""
     down, across = (ceil_div(size, 128) * 8 for size in shape)
-    for tokens, bits in itertools.product((n for n in MANY if n <= 1024), range(1, 9)):
-        plan = ask("many_trellis", gpu, across, down, tokens, bits)
+    for tokens, bits, int8 in itertools.product((n for n in MANY if n <= 1024), range(1, 9), (False, True)):
+        plan = ask("many_trellis", gpu, across, down, tokens, bits, int8)
         assert plan.row_tiles == down // 8
         assert (plan.token_tiles - 1) * plan.token_tile < tokens <= plan.token_tiles * plan.token_tile
         assert plan.ctas == min(gpu.processors, plan.row_tiles * plan.token_tiles * plan.split)
         assert plan.split == 1 or plan.steps // plan.split >= plan.groups
         assert plan.sums == plan.split * tokens * plan.row_tiles * 128
-        assert plan.stages >= 3 and plan.shared_bytes <= gpu.shared_limit
+        # Of 128 tokens a stage is free as soon as it has been multiplied.
+        assert plan.stages >= (2 if plan.token_tile == 128 else 3) and plan.shared_bytes <= gpu.shared_limit
+
+
+@pytest.mark.parametrize("weights", [1, 2])
+@pytest.mark.parametrize(("rows", "experts"), [(1, 128), (70, 128), (700, 128), (5000, 128), (3, 8), (40_000, 8)])
+def test_rows_of_experts_by_a_trellis(ask, rows, experts, weights):
+    """There is room for all tiles, and one holds more than an expert has in the mean, up to the largest."""
+    plan = ask("many_trellis_experts", H200, 96, rows, experts, weights)
+    assert plan.token_tile == 256 or 1.5 * rows <= plan.token_tile * experts
+    assert plan.token_tile == 32 or plan.token_tile / 2 * experts < 1.5 * rows
+    owners = torch.randint(0, experts, (50, rows), generator=cases.generator(rows, experts))
+    shares = torch.nn.functional.one_hot(owners, experts).sum(1)
+    tiles = shares.add(plan.token_tile - 1).div(plan.token_tile, rounding_mode="floor").sum(1) * weights
+    assert tiles.max() <= plan.most_tiles

@@ -28,13 +28,14 @@ constexpr int few_trellis_ctas(int bits, int groups) { return groups == 4 || (gr
 // Shared memory: of each warp a ring of stages, then, in its place, sums. With more than three stages so many weights
 // are on their way that what makes the inputs waits for them.
 constexpr int few_trellis_stage_bytes(int bits, int groups) { return (32 * bits + 8 + 32 * groups) * 16; }
-constexpr int few_trellis_depth(int bits, int groups, bool hopper) {
-    const int room = (hopper ? 227 : 99) * 1024 / few_trellis_ctas(bits, groups) - 1024;
+constexpr int few_trellis_depth(int bits, int groups, int arch) {
+    const int shared = (arch >= 900 && arch < 1200 ? 227 : 99) * 1024;  // that all GPUs have
+    const int room = shared / few_trellis_ctas(bits, groups) - 1024;
     const int depth = room / (kFewTrellisWarps * few_trellis_stage_bytes(bits, groups));
     return depth < 2 ? 2 : depth > 3 ? 3 : depth;
 }
-constexpr int few_trellis_shared_bytes(int bits, int groups, bool hopper) {
-    return std::max(kFewTrellisWarps * few_trellis_depth(bits, groups, hopper) * few_trellis_stage_bytes(bits, groups),
+constexpr int few_trellis_shared_bytes(int bits, int groups, int arch) {
+    return std::max(kFewTrellisWarps * few_trellis_depth(bits, groups, arch) * few_trellis_stage_bytes(bits, groups),
                     kFewTrellisWarps * 8 * groups * kFewTrellisPitch * 4);
 }
 
@@ -83,8 +84,7 @@ inline FewTrellisPlan plan_few_trellis(int64_t rows, int64_t across, const std::
     const auto wanted = static_cast<int>((few_trellis_ctas(bits, groups) * gpu.processors + all / 2) / all);
     const int each = static_cast<int>(ceil_div(steps, std::clamp(wanted, 1, most)));
     const auto split = static_cast<int>(ceil_div(steps, each));
-    return {static_cast<int>(down), split, each, owners * split,
-            few_trellis_shared_bytes(bits, groups, gpu.arch >= 900)};
+    return {static_cast<int>(down), split, each, owners * split, few_trellis_shared_bytes(bits, groups, gpu.arch)};
 }
 
 }  // namespace hf_kbit

@@ -282,7 +282,7 @@ __global__ void __launch_bounds__(kFewTrellisThreads, few_trellis_ctas(bits, kGr
     multiply_trellis_kernel(const __grid_constant__ Arguments arguments) {
     if constexpr (kArch >= 800) {
         extern __shared__ __align__(128) char smem[];
-        constexpr int kDepth = few_trellis_depth(bits, kGroups, kArch >= 900);
+        constexpr int kDepth = few_trellis_depth(bits, kGroups, kArch);
         constexpr int kPieces = few_trellis_stage_bytes(bits, kGroups) / 16;
         const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
         const int g = lane / 4, t = lane % 4, count = arguments.count;
