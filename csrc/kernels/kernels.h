@@ -297,7 +297,8 @@ struct ManyTrellisRoom {
 };
 
 // Of as many tokens as many_trellis_tokens (a plan's) says, or any number of int8 or of experts; out_features and
-// in_features are at most kMostFeatures, sums of a part at most 2**31. Compute capability 9.0.
+// in_features are at most kMostFeatures, of int8 kMostInt8TrellisFeatures, sums of a part at most 2**31. Compute
+// capability 9.0.
 cudaError_t many_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
                                 int64_t tokens, const ManyTrellisPlan& plan, const ManyTrellisRoom& room,
                                 const Gpu& gpu, cudaStream_t stream);

@@ -172,6 +172,10 @@ void many_tokens(const cuda::TrellisProduct& product, const cuda::TrellisExperts
                                      ? plan_many_trellis_experts(product.down, tokens, experts.count, int8, launch.gpu)
                                      : plan_many_trellis(product.across, product.down, tokens, int8, launch.gpu);
     const int64_t rows = tokens * experts.weights;
+    if (int8 && product.sides.in_features > kMostInt8TrellisFeatures) {
+        refuse("x", std::to_string(product.sides.in_features) + " columns of 8 bits",
+               "at most " + std::to_string(kMostInt8TrellisFeatures));
+    }
     // Places of sums are int32 in the kernel.
     if (rows * plan.row_tiles * kManyTrellisRows >= int64_t{1} << 31) {
         refuse("x", std::to_string(tokens) + " rows", "fewer than 2**31 outputs");

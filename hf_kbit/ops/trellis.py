@@ -39,10 +39,10 @@ from hf_kbit.ops.table import LIBRARY
 
 OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
-# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts, weights at once; and rows
-# or columns of those for many tokens, and their results, padded.
-MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS, MOST_IN_A_LAUNCH, MOST_FEATURES = 2**15, 16, 2**12, 4, 2**27
-MOST_SUMS = 2**31
+# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts, weights at once.
+MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS, MOST_IN_A_LAUNCH = 2**15, 16, 2**12, 4
+# Of those for many tokens: rows or columns, columns of 8-bit inputs, results.
+MOST_FEATURES, MOST_INT8_FEATURES, MOST_SUMS = 2**27, 2**17, 2**31
 
 
 def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
@@ -166,6 +166,11 @@ def _most_many(x: torch.Tensor) -> int:
     return native.many_trellis_tokens(x.device) if can else 0
 
 
+def _have_places(rows: int, svh: torch.Tensor) -> bool:
+    """Whether so many rows of results, which are padded to 128, fit into memory of such kernels."""
+    return rows * (svh.shape[-1] + 128) < MOST_SUMS
+
+
 def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
     """Whether ``dense_trellis`` makes the weight itself for a product of x."""
     return _is_half_on_gpu(x) and block == 128 and not suh.shape[-1] % 128 and not svh.shape[-1] % 128
@@ -226,8 +231,8 @@ def _(x, bias, words, suh, svh, shape, code, block):
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
-    fits = x.numel() // max(1, x.shape[-1]) * (svh.shape[-1] + 128) < MOST_SUMS
-    if code == "mul1" and not _are_few(x) and _most_many(x) and shape[0] <= MOST_FEATURES and fits:
+    can = code == "mul1" and not _are_few(x) and _most_many(x) and shape[1] <= MOST_INT8_FEATURES
+    if can and shape[0] <= MOST_FEATURES and _have_places(x.numel() // x.shape[-1], svh):
         return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, code, block, True)
     return OPS.gemm_trellis(x, bias, words, suh, svh, shape, code, block)
 
@@ -314,7 +319,7 @@ def _by_a_kernel(x, rows, offsets, words, suh, svh, shape, code: str, block: int
         return None
     words, suh, svh = _with_groups(words, suh, svh)
     count, groups = words.shape[:2]
-    can_share = _most_many(x) > 0 and tokens * groups * (svh.shape[-1] + 128) < MOST_SUMS
+    can_share = _most_many(x) > 0 and _have_places(tokens * groups, svh)
     few = tokens <= (count / 2 if can_share else min(2 * count, MOST_FEW_ROWS)) or native.batch_invariant
     offsets, packed = offsets.int(), (words, suh, svh, [shape[0] // groups, width], code, block, swiglu)
     rows = None if rows is None else rows.int()
@@ -329,7 +334,7 @@ def _by_a_kernel(x, rows, offsets, words, suh, svh, shape, code: str, block: int
                 for i, some in enumerate(picked.split(step))
             ]
         )
-    how = "int8" if int8 and code == "mul1" else "many"
+    how = "int8" if int8 and code == "mul1" and width <= MOST_INT8_FEATURES else "many"
     return OPS.gemm_trellis_experts(x, rows, offsets, *packed, how) if can_share else None
 
 

@@ -22,6 +22,7 @@ constexpr int many_trellis_pieces(bool int8) { return int8 ? 2 : 1; }  // of a s
 // Weights as int8: a value is 4 * kSumScale * (q + kInt8Zero), if what a sum is above a multiple of four is 3/2 on
 // average.
 constexpr float kInt8Zero = (510.5f + kSumZero / kSumScale) / 4;
+constexpr int64_t kMostInt8TrellisFeatures = 1 << 17;  // int32 holds sums of 128 times 127
 // What outputs of a tile are in memory, between two kernels: float16, where tokens are many and K is long enough for
 // that to cost nothing, else float32.
 constexpr bool many_trellis_halves(int token_tile) { return token_tile == 256; }
@@ -33,7 +34,7 @@ constexpr int many_trellis_groups(int token_tile) { return token_tile == 256 ? 1
 constexpr int many_trellis_warps(int token_tile) { return 8 * many_trellis_groups(token_tile); }
 constexpr int many_trellis_threads(int token_tile) { return 32 * many_trellis_warps(token_tile) + 128; }
 
-// Shared memory: of each group a ring of stages, each a piece's inputs and words and two barriers. The tiles along K
+// Shared memory: of each group a ring of stages, each its inputs, words and two barriers. The tiles along K
 // are shifted against each other, by 16 or 32 bytes, so that lanes' words lie in different banks.
 constexpr int many_trellis_input_bytes(int token_tile) { return token_tile * 128; }
 constexpr int many_trellis_strip_bytes(int bits) { return kManyTrellisTiles * 32 * bits; }
@@ -96,7 +97,7 @@ constexpr int64_t many_trellis_width(int64_t padded_in) {
 }
 
 // The least time by what a prototype took on Hopper, in cycles: of a step, and what a unit costs besides; of each
-// further part what it costs to add its sums.
+// further part what it costs to add its sums. Steps of int8 are estimates.
 inline ManyTrellisPlan plan_many_trellis(int64_t across, int64_t down, int64_t tokens, bool int8, const Gpu& gpu) {
     constexpr int kSteps[2][4] = {{1050, 1200, 1900, 2800}, {1900, 2000, 2900, 3800}};
     const int steps = many_trellis_steps(across, int8);
