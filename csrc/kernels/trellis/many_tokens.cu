@@ -4,8 +4,7 @@
 //
 // Three kernels, which overlap. `turn` turns tokens and makes them float16, each with a power of two by which its
 // largest number is 256 to 512, or rounds them to 127 steps. `multiply` (many_tokens.cuh) adds up products; CTAs may
-// divide K. `finish` adds up
-// their sums, turns and scales them.
+// divide K. `finish` adds up their sums, turns and scales them.
 //
 // Of experts, whose rows of x follow each other, `list_tiles` first finds which tiles there are. Where several weights
 // of an expert lie one below the other, their inputs do too: row v of these is row v % M of x, for weight v / M of its

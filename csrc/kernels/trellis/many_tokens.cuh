@@ -53,7 +53,7 @@ struct ManyTrellisCta {
     static constexpr int kDecoderRegisters = kGroups == 1 ? 232 : 112, kBringerRegisters = kGroups == 1 ? 40 : 32;
     static constexpr bool kHalves = many_trellis_halves(kTokens);
     static constexpr int kSums = kTokens / 2, kPending = kTokens == 128 ? 0 : 1;
-    static_assert(kStages >= 2 + kPending);
+    static_assert(kStages >= (kInt8 && kPending == 0 ? 2 : 3));
 
     const ManyTrellisArguments& arguments;
     const uint32_t inputs, exchange, words, full, empty;
