@@ -10,6 +10,7 @@ constexpr int kTrellisTile = 16;                            // in_features and o
 constexpr int kTrellisSteps = kTrellisTile * kTrellisTile;  // its weights
 constexpr int kWindowBits = 16, kWindows = 1 << kWindowBits;
 constexpr int kMostTrellisBits = 8, kMostLead = kTrellisSteps / 2;
+constexpr int kTrellisParts = 4;  // weights that share inputs and a launch
 
 enum class Code { three_inst, mcg, mul1 };
 constexpr uint32_t code_factor(Code code) {

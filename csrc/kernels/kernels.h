@@ -273,7 +273,7 @@ struct FewTrellisRoom {
     int32_t* weights;
 };
 
-// Up to kFewTrellisParts products of the same x, across, bits, in_features and block, of up to kFewTrellisTokens
+// Up to kTrellisParts products of the same x, across, bits, in_features and block, of up to kFewTrellisTokens
 // tokens; or one of experts, of up to kFewTrellisRows, rows times weights. in_features are at most
 // kMostFewTrellisFeatures. Overlaps with the kernel launched before it. Compute capability 8.0 and newer.
 cudaError_t few_trellis_tokens(const std::vector<TrellisProduct>& products, const TrellisExperts& experts, Dtype dtype,
@@ -284,23 +284,26 @@ cudaError_t few_trellis_tokens(const std::vector<TrellisProduct>& products, cons
 struct ManyTrellisTile {
     int weight, first, end;
 };
-// What the kernels tell each other, rows being tokens times weights of an expert: inputs, float16 or int8 [rows,
-// many_trellis_width], units [rows], sums, many_trellis_sums of many_trellis_sum_bytes; of int8 row_sums [rows]; of
-// experts the rows' weights [rows], and tiles, 1 + most_many_trellis_tiles.
+// What the kernels tell each other, rows being tokens times parts, or times weights of an expert: inputs, float16 or
+// int8 [rows, many_trellis_width], units [rows], sums, float16, as many as many_trellis_sums says; of int8 row_sums
+// [rows], and decoded, as many as many_trellis_decoded says; of experts the rows' weights [rows], and tiles, 1 +
+// most_many_trellis_tiles.
 struct ManyTrellisRoom {
     void* inputs;
     float* units;
-    void* sums;
+    uint16_t* sums;
     int32_t* row_sums;
+    int8_t* decoded;
     int32_t* weights;
     ManyTrellisTile* tiles;
 };
 
-// Of as many tokens as many_trellis_tokens (a plan's) says, or any number of int8 or of experts; out_features and
+// Up to kTrellisParts products of the same x, across, bits, code, in_features and block, or one of experts. Of as many
+// tokens as many_trellis_tokens (a plan's) says, or any number of int8 or of experts; out_features and
 // in_features are at most kMostFeatures, of int8 kMostInt8TrellisFeatures, sums of a part at most 2**31. Compute
 // capability 9.0.
-cudaError_t many_trellis_tokens(const TrellisProduct& product, const TrellisExperts& experts, Dtype dtype,
-                                int64_t tokens, const ManyTrellisPlan& plan, const ManyTrellisRoom& room,
+cudaError_t many_trellis_tokens(const std::vector<TrellisProduct>& products, const TrellisExperts& experts,
+                                Dtype dtype, int64_t tokens, const ManyTrellisPlan& plan, const ManyTrellisRoom& room,
                                 const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda

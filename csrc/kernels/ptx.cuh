@@ -82,6 +82,9 @@ __device__ __forceinline__ void store_shared_16(uint32_t smem, uint4 value) {
 __device__ __forceinline__ void store_shared_8(uint32_t smem, uint2 value) {
     asm volatile("st.shared.v2.u32 [%0], {%1, %2};" ::"r"(smem), "r"(value.x), "r"(value.y) : "memory");
 }
+__device__ __forceinline__ void store_shared_4(uint32_t smem, uint32_t value) {
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory");
+}
 __device__ __forceinline__ void store_shared_float(uint32_t smem, float value) {
     asm volatile("st.shared.f32 [%0], %1;" ::"r"(smem), "f"(value) : "memory");
 }

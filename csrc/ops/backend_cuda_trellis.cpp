@@ -63,36 +63,43 @@ struct Weight {
     }
 };
 
-// A product of x by it, with the tensors that own what kernels read and write.
-struct Product {
-    const Weight weight;
+// Products of x by up to kTrellisParts of them, whose widths are the same, with the tensors that own what kernels read
+// and write.
+struct Products {
     const Tensor x;
-    const std::optional<Tensor> bias;
     const int64_t tokens;
-    Tensor y;
-    const cuda::TrellisProduct arguments;
+    std::vector<Weight> weights;
+    std::vector<std::optional<Tensor>> biases;
+    std::vector<Tensor> y;
+    std::vector<cuda::TrellisProduct> arguments;
 
-    Product(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
-            const Tensor& svh, ShapeRef matrix, Code code, int64_t block)
-        : weight(words, suh, svh, matrix, block),
-          x(readable(x)),
-          bias(bias ? std::optional<Tensor>(readable(*bias)) : std::nullopt),
-          tokens(x.numel() / x.size(-1)),
-          y(new_tensor(x, with_last(shape_of(x), matrix[0]), x.scalar_type())),
-          arguments{this->x.const_data_ptr(),
-                    read<uint32_t>(weight.tiles),
-                    this->bias ? this->bias->const_data_ptr() : nullptr,
-                    y.mutable_data_ptr(),
-                    weight.across,
-                    weight.down,
-                    weight.bits,
-                    code,
-                    weight.sides(matrix, block)} {
-        if (x.size(-1) != matrix[1]) {
-            refuse("x", "shape " + to_string(shape_of(x)), "[*, " + std::to_string(matrix[1]) + "]");
+    Products(const Tensor& x, const std::vector<std::optional<Tensor>>& of_biases, const std::vector<Tensor>& words,
+             const std::vector<Tensor>& suh, const std::vector<Tensor>& svh, const std::vector<int64_t>& out_features,
+             Code code, int64_t block)
+        : x(readable(x)), tokens(x.numel() / x.size(-1)) {
+        const size_t count = words.size();
+        for (const size_t size : {of_biases.size(), suh.size(), svh.size(), out_features.size()}) {
+            if (size != count || count < 1 || count > kTrellisParts) {
+                refuse("words", std::to_string(count) + " beside " + std::to_string(size),
+                       "1 to " + std::to_string(kTrellisParts) + ", and as many of each argument but x");
+            }
         }
-        if (bias && bias->numel() != matrix[0]) {
-            refuse("bias", "shape " + to_string(shape_of(*bias)), "[" + std::to_string(matrix[0]) + "]");
+        for (size_t i = 0; i < count; ++i) {
+            const Shape matrix{out_features[i], x.size(-1)};
+            const Weight& own = weights.emplace_back(words[i], suh[i], svh[i], matrix, block);
+            if (own.across != weights[0].across || own.bits != weights[0].bits) {
+                refuse("words", "shape " + to_string(shape_of(words[i])) + " beside " + to_string(shape_of(words[0])),
+                       "products of one width and as many bits");
+            }
+            if (of_biases[i] && of_biases[i]->numel() != matrix[0]) {
+                refuse("bias", "shape " + to_string(shape_of(*of_biases[i])), "[" + std::to_string(matrix[0]) + "]");
+            }
+            const auto& bias =
+                biases.emplace_back(of_biases[i] ? std::optional<Tensor>(readable(*of_biases[i])) : std::nullopt);
+            const Tensor& its_y = y.emplace_back(new_tensor(x, with_last(shape_of(x), matrix[0]), x.scalar_type()));
+            arguments.push_back({this->x.const_data_ptr(), read<uint32_t>(own.tiles),
+                                 bias ? bias->const_data_ptr() : nullptr, its_y.mutable_data_ptr(), own.across,
+                                 own.down, own.bits, code, own.sides(matrix, block)});
         }
     }
 
@@ -103,7 +110,7 @@ struct Product {
 
 constexpr cuda::TrellisExperts kNoExperts = {nullptr, nullptr, 0, 1, 1, false};
 
-// Products that share x, widths, code and block, up to kFewTrellisParts, or one of rows of experts.
+// Products that share x, widths, code and block, up to kTrellisParts, or one of rows of experts.
 void few_tokens(const std::vector<cuda::TrellisProduct>& products, const cuda::TrellisExperts& experts,
                 const Tensor& x, int64_t tokens, const Launch& launch) {
     const auto& one = products.at(0);
@@ -126,37 +133,15 @@ void few_tokens(const std::vector<cuda::TrellisProduct>& products, const cuda::T
           plan);
 }
 
-// Products of up to kFewTrellisTokens tokens by weights of code mul1 and one width (hf_kbit/ops/trellis.py).
+// Products of up to kFewTrellisTokens tokens by weights of code mul1 (hf_kbit/ops/trellis.py).
 std::vector<Tensor> gemm_trellis_few(const Tensor& x, std::vector<std::optional<Tensor>> biases,
                                      std::vector<Tensor> words, std::vector<Tensor> suh, std::vector<Tensor> svh,
                                      std::vector<int64_t> out_features, int64_t block) {
-    const size_t count = words.size();
-    for (const size_t size : {biases.size(), suh.size(), svh.size(), out_features.size()}) {
-        if (size != count || count < 1 || count > kFewTrellisParts) {
-            refuse("words", std::to_string(count) + " beside " + std::to_string(size),
-                   "1 to " + std::to_string(kFewTrellisParts) + ", and as many of each argument but x");
-        }
-    }
     const Launch launch(x);
-    const Tensor rows = readable(x);
-    std::vector<Product> products;
-    std::vector<cuda::TrellisProduct> arguments;
-    std::vector<Tensor> y;
-    for (size_t i = 0; i < count; ++i) {
-        const Shape matrix{out_features[i], x.size(-1)};
-        const Product& product =
-            products.emplace_back(rows, biases[i], words[i], suh[i], svh[i], matrix, Code::mul1, block);
-        product.check_at_most(kFewTrellisTokens);
-        const Weight &own = product.weight, &first = products[0].weight;
-        if (own.across != first.across || own.bits != first.bits) {
-            refuse("words", "shape " + to_string(shape_of(own.tiles)) + " beside " + to_string(shape_of(first.tiles)),
-                   "products of one width and as many bits");
-        }
-        arguments.push_back(product.arguments);
-        y.push_back(product.y);
-    }
-    few_tokens(arguments, kNoExperts, rows, products[0].tokens, launch);
-    return y;
+    const Products products(x, biases, words, suh, svh, out_features, Code::mul1, block);
+    products.check_at_most(kFewTrellisTokens);
+    few_tokens(products.arguments, kNoExperts, products.x, products.tokens, launch);
+    return products.y;
 }
 
 // Kernels that work in whole numbers, or in 8 bits, take code mul1.
@@ -166,48 +151,58 @@ Code check_code_of(const std::string& how, const std::string& code, bool mul1) {
     return its;
 }
 
-void many_tokens(const cuda::TrellisProduct& product, const cuda::TrellisExperts& experts, const Tensor& x,
-                 int64_t tokens, bool int8, const Launch& launch) {
+// As few_tokens.
+void many_tokens(const std::vector<cuda::TrellisProduct>& products, const cuda::TrellisExperts& experts,
+                 const Tensor& x, int64_t tokens, bool int8, const Launch& launch) {
+    const auto& one = products.at(0);
+    std::vector<int64_t> downs;
+    for (const auto& product : products) downs.push_back(product.down);
     const ManyTrellisPlan plan = experts.offsets
-                                     ? plan_many_trellis_experts(product.down, tokens, experts.count, int8, launch.gpu)
-                                     : plan_many_trellis(product.across, product.down, tokens, int8, launch.gpu);
-    const int64_t rows = tokens * experts.weights;
-    if (int8 && product.sides.in_features > kMostInt8TrellisFeatures) {
-        refuse("x", std::to_string(product.sides.in_features) + " columns of 8 bits",
+                                     ? plan_many_trellis_experts(one.down, tokens, experts.count, int8, launch.gpu)
+                                     : plan_many_trellis(one.across, downs, tokens, int8, launch.gpu);
+    const int64_t rows = tokens * experts.weights * static_cast<int64_t>(products.size());
+    if (int8 && one.sides.in_features > kMostInt8TrellisFeatures) {
+        refuse("x", std::to_string(one.sides.in_features) + " columns of 8 bits",
                "at most " + std::to_string(kMostInt8TrellisFeatures));
     }
     // Places of sums are int32 in the kernel.
-    if (rows * plan.row_tiles * kManyTrellisRows >= int64_t{1} << 31) {
+    const int64_t sums = many_trellis_sums(plan, tokens * experts.weights);
+    if (rows >= int64_t{1} << 31 || sums / plan.split >= int64_t{1} << 31) {
         refuse("x", std::to_string(tokens) + " rows", "fewer than 2**31 outputs");
     }
     const int64_t tiles =
         experts.offsets ? 1 + most_many_trellis_tiles(plan, experts.count, tokens, experts.weights) : 0;
     Tensor inputs =
-        new_tensor(x, {rows, many_trellis_width(product.sides.padded_in)}, int8 ? ScalarType::Char : ScalarType::Half);
+        new_tensor(x, {rows, many_trellis_width(one.sides.padded_in)}, int8 ? ScalarType::Char : ScalarType::Half);
     Tensor units = new_tensor(x, {rows}, ScalarType::Float);
     Tensor row_sums = new_tensor(x, {int8 ? rows : 0}, ScalarType::Int);
-    const int64_t sum_bytes = many_trellis_sums(plan, rows) * many_trellis_sum_bytes(plan.token_tile);
-    Tensor sums = new_tensor(x, {sum_bytes}, ScalarType::Byte);
+    Tensor of_sums = new_tensor(x, {sums}, ScalarType::Half);
+    Tensor decoded = new_tensor(x, {many_trellis_decoded(plan, one.across)}, ScalarType::Char);
     Tensor weights = new_tensor(x, {experts.offsets ? rows : 0}, ScalarType::Int);
     Tensor of_tiles = new_tensor(x, {tiles * static_cast<int64_t>(sizeof(cuda::ManyTrellisTile))}, ScalarType::Byte);
-    const cuda::ManyTrellisRoom room{inputs.mutable_data_ptr(), write<float>(units),
-                                     sums.mutable_data_ptr(),   write<int32_t>(row_sums),
-                                     write<int32_t>(weights),   write<cuda::ManyTrellisTile>(of_tiles)};
+    const cuda::ManyTrellisRoom room{inputs.mutable_data_ptr(),
+                                     write<float>(units),
+                                     write<uint16_t>(of_sums),
+                                     write<int32_t>(row_sums),
+                                     write<int8_t>(decoded),
+                                     write<int32_t>(weights),
+                                     write<cuda::ManyTrellisTile>(of_tiles)};
     check("many_trellis_tokens",
-          cuda::many_trellis_tokens(product, experts, float_dtype("x", x.scalar_type(), false), tokens, plan, room,
+          cuda::many_trellis_tokens(products, experts, float_dtype("x", x.scalar_type(), false), tokens, plan, room,
                                     launch.gpu, launch.stream),
           plan);
 }
 
-// A product of as many tokens as hf_kbit_cuda_many_trellis_tokens says; of any number, if inputs are rounded to 8
+// Products of as many tokens as hf_kbit_cuda_many_trellis_tokens says; of any number, if inputs are rounded to 8
 // bits.
-Tensor gemm_trellis_many(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
-                         const Tensor& svh, ShapeRef matrix, std::string code, int64_t block, bool int8) {
+std::vector<Tensor> gemm_trellis_many(const Tensor& x, std::vector<std::optional<Tensor>> biases,
+                                      std::vector<Tensor> words, std::vector<Tensor> suh, std::vector<Tensor> svh,
+                                      std::vector<int64_t> out_features, std::string code, int64_t block, bool int8) {
     const Launch launch(x);
-    const Product product(x, bias, words, suh, svh, matrix, check_code_of("int8", code, int8), block);
-    if (!int8) product.check_at_most(many_trellis_tokens(launch.gpu));
-    many_tokens(product.arguments, kNoExperts, product.x, product.tokens, int8, launch);
-    return product.y;
+    const Products products(x, biases, words, suh, svh, out_features, check_code_of("int8", code, int8), block);
+    if (!int8) products.check_at_most(many_trellis_tokens(launch.gpu));
+    many_tokens(products.arguments, kNoExperts, products.x, products.tokens, int8, launch);
+    return products.y;
 }
 
 // y [R, weights * N] of experts (kernels.h), words [experts, weights, ...], matrix being [N, K] of one; offsets and
@@ -240,7 +235,7 @@ Tensor gemm_trellis_experts(const Tensor& x, const std::optional<Tensor>& rows, 
                                        static_cast<int>(x.size(0)), static_cast<int>(count),
                                        static_cast<int>(weights),   swiglu};
     if (how != "few") {
-        many_tokens(product, experts, x, tokens, how == "int8", launch);
+        many_tokens({product}, experts, x, tokens, how == "int8", launch);
     } else if (tokens * weights <= kFewTrellisRows) {
         few_tokens({product}, experts, x, tokens, launch);
     } else {

@@ -39,8 +39,11 @@ from hf_kbit.ops.table import LIBRARY
 
 OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
-# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts, weights at once.
-MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS, MOST_IN_A_LAUNCH = 2**15, 16, 2**12, 4
+# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts.
+MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS = 2**15, 16, 2**12
+# On Hopper those for many tokens are quicker from the ninth one on, if weights together have so many numbers.
+MOST_FEW_TOKENS_OF_LARGE, LARGE = 8, 3 * 2**23
+MOST_IN_A_LAUNCH = 4  # weights
 # Of those for many tokens: rows or columns, columns of 8-bit inputs, results.
 MOST_FEATURES, MOST_INT8_FEATURES, MOST_SUMS = 2**27, 2**17, 2**31
 
@@ -132,10 +135,10 @@ def _multiplied(x, first, multiply: Callable, second, block: int, size: int) -> 
 # --- kernels of the CUDA library ------------------------------------------------------------------
 
 _SIDES = "Tensor words, Tensor suh, Tensor svh, int[] shape"
-LIBRARY.define(f"gemm_trellis_many(Tensor x, Tensor? bias, {_WEIGHT}, bool int8) -> Tensor")
-# For few tokens several weights of one width and of code mul1, of which the rows are told.
+# Of several weights of one width, of which the rows are told; for few tokens of code mul1.
 _SEVERAL = "Tensor x, Tensor?[] biases, Tensor[] words, Tensor[] suh, Tensor[] svh, int[] rows"
 LIBRARY.define(f"gemm_trellis_few({_SEVERAL}, int block) -> Tensor[]")
+LIBRARY.define(f"gemm_trellis_many({_SEVERAL}, str code, int block, bool int8) -> Tensor[]")
 LIBRARY.define(
     f"gemm_trellis_experts(Tensor x, Tensor? rows, Tensor offsets, {_WEIGHT}, bool swiglu, str how) -> Tensor"
 )
@@ -146,10 +149,14 @@ def _is_half_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and native.cuda_arch(x.device) >= 800
 
 
-def _are_few(x: torch.Tensor) -> bool:
-    """Whether products of x by weights of code mul1 are those of few tokens, or of as few at a time."""
-    few = x.numel() <= MOST_FEW_TOKENS * x.shape[-1] or native.batch_invariant
-    return few and x.numel() > 0 and x.shape[-1] <= MOST_IN_WHOLE_NUMBERS and _is_half_on_gpu(x)
+def _are_few(x: torch.Tensor, rows: int) -> bool:
+    """Whether products of x by weights of code mul1, of so many rows in all, are those of few tokens, or of as few at
+    a time."""
+    if x.numel() == 0 or x.shape[-1] > MOST_IN_WHOLE_NUMBERS or not _is_half_on_gpu(x):
+        return False
+    are_large = rows * x.shape[-1] >= LARGE and _most_many(x) > 0
+    most = MOST_FEW_TOKENS_OF_LARGE if are_large else MOST_FEW_TOKENS
+    return x.numel() <= most * x.shape[-1] or native.batch_invariant
 
 
 def _few(x, *of_each) -> list[torch.Tensor]:
@@ -166,9 +173,22 @@ def _most_many(x: torch.Tensor) -> int:
     return native.many_trellis_tokens(x.device) if can else 0
 
 
-def _have_places(rows: int, svh: torch.Tensor) -> bool:
+def _have_places(rows: int, *svhs: torch.Tensor) -> bool:
     """Whether so many rows of results, which are padded to 128, fit into memory of such kernels."""
-    return rows * (svh.shape[-1] + 128) < MOST_SUMS
+    return rows * sum(svh.shape[-1] + 128 for svh in svhs) < MOST_SUMS
+
+
+def _by_kernels(x, biases, words, suhs, svhs, rows, code, block, int8: bool) -> list[torch.Tensor] | None:
+    """Products of x by weights of one width in a launch, or None where no kernel decodes them in registers."""
+    of_each = biases, words, suhs, svhs, rows
+    if code == "mul1" and _are_few(x, sum(rows)):
+        return _few(x, *of_each, block)
+    width, most = x.shape[-1], _most_many(x) if sum(rows) <= MOST_FEATURES else 0
+    int8 = int8 and code == "mul1" and 0 < most and width <= MOST_INT8_FEATURES
+    int8 = int8 and _have_places(x.numel() // width, *svhs)
+    if int8 or 0 < x.numel() <= most * width:
+        return OPS.gemm_trellis_many(x, *of_each, code, block, int8)
+    return None
 
 
 def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
@@ -215,10 +235,9 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 )
 def _(x, bias, words, suh, svh, shape, code, block):
     _check_can_multiply(x, shape, code)
-    if code == "mul1" and _are_few(x):
-        return _few(x, [bias], [words], [suh], [svh], [shape[0]], block)[0]
-    if 0 < x.numel() <= _most_many(x) * x.shape[-1] and shape[0] <= MOST_FEATURES:
-        return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, code, block, False)
+    y = _by_kernels(x, [bias], [words], [suh], [svh], [shape[0]], code, block, False)
+    if y is not None:
+        return y[0]
     if _makes_dense(x, suh, svh, block):
         return F.linear(x, OPS.dense_trellis(words, suh, svh, shape, code, x.dtype), bias)
     matrix = _inner(words, code, x.dtype).mT
@@ -231,10 +250,8 @@ def _(x, bias, words, suh, svh, shape, code, block):
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
-    can = code == "mul1" and not _are_few(x) and _most_many(x) and shape[1] <= MOST_INT8_FEATURES
-    if can and shape[0] <= MOST_FEATURES and _have_places(x.numel() // x.shape[-1], svh):
-        return OPS.gemm_trellis_many(x, bias, words, suh, svh, shape, code, block, True)
-    return OPS.gemm_trellis(x, bias, words, suh, svh, shape, code, block)
+    y = _by_kernels(x, [bias], [words], [suh], [svh], [shape[0]], code, block, True)
+    return OPS.gemm_trellis(x, bias, words, suh, svh, shape, code, block) if y is None else y[0]
 
 
 # Several weights, of which ``inductor`` joins products.
@@ -242,14 +259,14 @@ LIBRARY.define(f"gemm_trellis_group({_SEVERAL}, str code, int block, bool int8) 
 
 
 def _group(x, biases, words, suhs, svhs, rows, code, block, int8):
-    packed = list(zip(biases, words, suhs, svhs, rows, strict=True))
-    alike = len({each.shape[-2:] for each in words}) == 1
-    if code == "mul1" and alike and _are_few(x):
-        most = MOST_IN_A_LAUNCH
-        launches = (packed[start : start + most] for start in range(0, len(packed), most))
-        return [y for some in launches for y in _few(x, *map(list, zip(*some, strict=True)), block)]
-    width, multiply = x.shape[-1], OPS.gemm_trellis_int8 if int8 else OPS.gemm_trellis
-    return [multiply(x, bias, *how, [count, width], code, block) for bias, *how, count in packed]
+    packed, made = list(zip(biases, words, suhs, svhs, rows, strict=True)), []
+    most = MOST_IN_A_LAUNCH if len({each.shape[-2:] for each in words}) == 1 else 1
+    multiply = OPS.gemm_trellis_int8 if int8 else OPS.gemm_trellis
+    for start in range(0, len(packed), most):
+        some = packed[start : start + most]
+        joined = _by_kernels(x, *map(list, zip(*some, strict=True)), code, block, int8)
+        made += joined or [multiply(x, bias, *how, [count, x.shape[-1]], code, block) for bias, *how, count in some]
+    return made
 
 
 LIBRARY.impl("gemm_trellis_group", _group, "CompositeExplicitAutograd")

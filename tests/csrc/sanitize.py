@@ -145,14 +145,15 @@ def trellises() -> None:
     run(OPS.encode_trellis, torch.randn(300, 256), 8, 1)
     for bits, ((rows, width), block) in itertools.product(trellis.BITS, (((226, 1000), 32), ((300, 900), 128))):
         how, shape = trellis_operands((3, rows, width), bits, block), [rows, width]
-        one = [each[0] for each in how]
-        for tokens, dtype in itertools.product((1, 7, 16, 17, 70, 300), HALVES):
+        for tokens, dtype in itertools.product((1, 7, 16, 17, 70, 300, 3000), HALVES):
             x, bias = torch.randn(tokens, width).to(dtype), torch.randn(rows).to(dtype)
-            if tokens > 16:
-                for code, int8 in (*((code, False) for code in trellis.CODES), ("mul1", True)):
-                    run(OPS.gemm_trellis_many, x, bias, *one, shape, code, block, int8)
-            else:
-                run(OPS.gemm_trellis_few, x, [bias, None, bias], *map(list, how), 3 * [rows], block)
+            parts = x, [bias, None, bias], *map(list, how), 3 * [rows]
+            if tokens <= 16:
+                run(OPS.gemm_trellis_few, *parts, block)
+            # Of 3,000 tokens, which are only for 8 bits, weights are decoded first.
+            for code, int8 in (*((code, False) for code in trellis.CODES), ("mul1", True)):
+                if tokens > 16 and (int8 or tokens < 3000):
+                    run(OPS.gemm_trellis_many, *parts, code, block, int8)
         stacked, offsets = [each[:, None] for each in how], torch.tensor([0, 2, 2, 4], dtype=torch.int32)
         picked = torch.tensor([0, 0, 2, 1, 3], dtype=torch.int32)
         for kind, swiglu in itertools.product(("few", "many", "int8"), (False, True)):

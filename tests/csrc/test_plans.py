@@ -62,12 +62,13 @@ static std::string answer(const std::string& of, const Gpu& gpu, const int64_t* 
                std::to_string(few_trellis_ctas(n[2], few_trellis_groups(n[3])) * gpu.processors);
     }
     if (of == "many_trellis") {
-        const ManyTrellisPlan plan = plan_many_trellis(n[0], n[1], n[2], n[4], gpu);
+        const ManyTrellisPlan plan = plan_many_trellis(n[0], {n + 5, n + 5 + n[1]}, n[2], n[4], gpu);
         return to_string(plan) + " sums=" + std::to_string(many_trellis_sums(plan, n[2])) +
                " steps=" + std::to_string(many_trellis_steps(n[0], n[4])) +
                " groups=" + std::to_string(many_trellis_groups(plan.token_tile)) +
                " stages=" + std::to_string(many_trellis_stages(n[3], plan.token_tile, n[4])) +
-               " shared_bytes=" + std::to_string(many_trellis_shared_bytes(n[3], plan.token_tile, n[4]));
+               " shared_bytes=" + std::to_string(many_trellis_shared_bytes(n[3], plan.token_tile, n[4])) +
+               " decoded=" + std::to_string(many_trellis_decoded(plan, n[0]));
     }
     if (of == "many_trellis_experts") {
         const ManyTrellisPlan plan = plan_many_trellis_experts(n[0], n[1], n[2], false, gpu);
@@ -578,15 +579,33 @@ def test_several_trellises_are_planned_as_one(ask):
 def test_many_tokens_by_a_trellis(ask, gpu, shape):
     """Tiles cover all rows and tokens, and no group of a part of K is without a step."""
     down, across = (ceil_div(size, 128) * 8 for size in shape)
-    for tokens, bits, int8 in itertools.product((n for n in MANY if n <= 1024), range(1, 9), (False, True)):
-        plan = ask("many_trellis", gpu, across, down, tokens, bits, int8)
+    for tokens, bits, int8 in itertools.product(MANY, range(1, 9), (False, True)):
+        if tokens > 1024 and not int8:
+            continue
+        plan = ask("many_trellis", gpu, across, 1, tokens, bits, int8, down)
         assert plan.row_tiles == down // 8
         assert (plan.token_tiles - 1) * plan.token_tile < tokens <= plan.token_tiles * plan.token_tile
         assert plan.ctas == min(gpu.processors, plan.row_tiles * plan.token_tiles * plan.split)
+        if plan.decodes:
+            assert int8 and plan.split == 1 and plan.token_tile == 256 and plan.sums == 0
+            assert plan.decoded == down * across * 256
+            continue
         assert plan.split == 1 or plan.steps // plan.split >= plan.groups
-        assert plan.sums == plan.split * tokens * plan.row_tiles * 128
+        assert plan.sums == plan.split * tokens * plan.row_tiles * 128 and plan.decoded == 0
         # Of 128 tokens a stage is free as soon as it has been multiplied.
         assert plan.stages >= (2 if int8 and plan.token_tile == 128 else 3) and plan.shared_bytes <= gpu.shared_limit
+
+
+def test_several_trellises_of_many_tokens_are_planned_as_one(ask):
+    """Each has whole tiles of 128 rows."""
+    for tokens, int8 in itertools.product((17, 200, 1024), (False, True)):
+        several = ask("many_trellis", H200, 512, 3, tokens, 4, int8, 13, 1, 10)
+        assert several == ask("many_trellis", H200, 512, 1, tokens, 4, int8, 16 + 8 + 16)
+
+
+def test_large_trellises_are_decoded_once_for_very_many_tokens_of_8_bits(ask):
+    decodes = [ask("many_trellis", H200, 512, 1, tokens, 4, True, 512).decodes for tokens in (256, 512, 2048, 8192)]
+    assert decodes == [0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("weights", [1, 2])

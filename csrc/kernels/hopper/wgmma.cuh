@@ -94,6 +94,15 @@ __device__ __forceinline__ void wgmma(Sum (&d)[kSums], const uint32_t (&a)[4], u
     HF_KBIT_WGMMA_OF(256, 128, 128, 129, 130, 131, 132, 133)
 }
 
+// The same in int8 of 256 columns, with A [64, 32] in shared memory as B is.
+__device__ __forceinline__ void wgmma_of_shared(int32_t (&d)[128], uint64_t rows, uint64_t columns, int accumulate) {
+    asm volatile(
+        "{\n.reg .pred add;\nsetp.ne.b32 add, %130, 0;\nwgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 "
+        "{" HF_KBIT_128 "}, %128, %129, add;\n}"
+        : HF_KBIT_D128("+r", 0)
+        : "l"(rows), "l"(columns), "r"(accumulate));
+}
+
 #undef HF_KBIT_WGMMA_OF
 #undef HF_KBIT_WGMMA
 #undef HF_KBIT_D128

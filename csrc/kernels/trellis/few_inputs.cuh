@@ -49,7 +49,7 @@ __device__ __forceinline__ void store_for(int rank, Number* to, Number number) {
 }
 
 struct FewTrellisScales {
-    const __half* of_parts[kFewTrellisParts];
+    const __half* of_parts[kTrellisParts];
 };
 
 // Clusters of so many CTAs, one for each token of each part, or for each weight of a row. columns: int8 [parts, 2 * M,

@@ -15,7 +15,6 @@
 namespace hf_kbit {
 
 constexpr int kFewTrellisTokens = 16;                 // of weights that share inputs
-constexpr int kFewTrellisParts = 4;                   // such weights of a launch
 constexpr int64_t kFewTrellisRows = 1 << 12;          // of experts
 constexpr int64_t kMostFewTrellisFeatures = 1 << 15;  // int32 holds sums of bytes times inputs of 7 bits
 constexpr int kFewTrellisWarps = 8, kFewTrellisThreads = 32 * kFewTrellisWarps;

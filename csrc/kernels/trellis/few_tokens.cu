@@ -57,7 +57,7 @@ struct Part {
 
 // An item has columns and tokens of its own: a part, or a row of an expert.
 struct Arguments {
-    Part parts[kFewTrellisParts];
+    Part parts[kTrellisParts];
     const int8_t* columns;
     const TrellisToken* tokens;
     int32_t* sums;           // [rows of experts, split, count, 16 * down]

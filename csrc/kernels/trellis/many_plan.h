@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "common/trellis.h"
 #include "kernels/plan.h"
@@ -23,10 +24,6 @@ constexpr int many_trellis_pieces(bool int8) { return int8 ? 2 : 1; }  // of a s
 // average.
 constexpr float kInt8Zero = (510.5f + kSumZero / kSumScale) / 4;
 constexpr int64_t kMostInt8TrellisFeatures = 1 << 17;  // int32 holds sums of 128 times 127
-// What outputs of a tile are in memory, between two kernels: float16, where tokens are many and K is long enough for
-// that to cost nothing, else float32.
-constexpr bool many_trellis_halves(int token_tile) { return token_tile == 256; }
-constexpr int many_trellis_sum_bytes(int token_tile) { return many_trellis_halves(token_tile) ? 2 : 4; }
 
 // The sums of 256 tokens leave registers for eight warps only; fewer tokens need more warps to hide what decoding
 // waits for. One more warpgroup brings inputs and weights.
@@ -73,7 +70,8 @@ struct ManyTrellisPlan {
     int row_tiles;
     int split;  // CTAs that divide K
     int ctas;
-    bool int8;  // inputs
+    bool int8;     // inputs
+    bool decodes;  // all weights into memory first: of int8 and whole K alone
 };
 inline std::string to_string(const ManyTrellisPlan& plan) {
     return print_fields({{"token_tile", plan.token_tile},
@@ -81,27 +79,34 @@ inline std::string to_string(const ManyTrellisPlan& plan) {
                          {"row_tiles", plan.row_tiles},
                          {"split", plan.split},
                          {"ctas", plan.ctas},
-                         {"int8", plan.int8}});
+                         {"int8", plan.int8},
+                         {"decodes", plan.decodes}});
 }
 
 constexpr int many_trellis_steps(int64_t across, bool int8) {
     return static_cast<int>(ceil_div(across * kTrellisTile, 2 * many_trellis_pieces(int8) * kManyTrellisPiece));
 }
-// Of float16 or float32 alike so many numbers.
+// float16
 constexpr int64_t many_trellis_sums(const ManyTrellisPlan& plan, int64_t tokens) {
-    return plan.split * tokens * plan.row_tiles * kManyTrellisRows;
+    return plan.decodes ? 0 : plan.split * tokens * plan.row_tiles * kManyTrellisRows;
 }
 // Columns of the inputs in memory.
 constexpr int64_t many_trellis_width(int64_t padded_in) {
     return ceil_div(padded_in, kManyTrellisPiece) * kManyTrellisPiece;
 }
 
+constexpr int64_t many_trellis_decoded(const ManyTrellisPlan& plan, int64_t across) {
+    return plan.decodes ? plan.row_tiles * kManyTrellisRows * many_trellis_width(across * kTrellisTile) : 0;
+}
+
 // The least time by what a prototype took on Hopper, in cycles: of a step, and what a unit costs besides; of each
 // further part what it costs to add its sums. Steps of int8 are estimates.
-inline ManyTrellisPlan plan_many_trellis(int64_t across, int64_t down, int64_t tokens, bool int8, const Gpu& gpu) {
+inline ManyTrellisPlan plan_many_trellis(int64_t across, const std::vector<int64_t>& downs, int64_t tokens, bool int8,
+                                         const Gpu& gpu) {
     constexpr int kSteps[2][4] = {{1050, 1200, 1900, 2800}, {1900, 2000, 2900, 3800}};
     const int steps = many_trellis_steps(across, int8);
-    const auto row_tiles = static_cast<int>(ceil_div(down, kManyTrellisTiles));
+    int row_tiles = 0;
+    for (const int64_t down : downs) row_tiles += static_cast<int>(ceil_div(down, kManyTrellisTiles));
     ManyTrellisPlan best{};
     double best_time = 0;
     for (int i = 0; i < 4; ++i) {
@@ -114,14 +119,22 @@ inline ManyTrellisPlan plan_many_trellis(int64_t across, int64_t down, int64_t t
         for (int split = 1; split <= most_split; ++split) {
             const int64_t units = tiles * split;
             const double unit = static_cast<double>(ceil_div(steps, split)) * step + 3000 + 12 * token_tile;
-            const double sums = static_cast<double>(split) * static_cast<double>(tokens * row_tiles) *
-                                (many_trellis_halves(token_tile) ? 0.15 : 0.3);
+            const double sums = static_cast<double>(split) * static_cast<double>(tokens * row_tiles) * 0.15;
             const double time = static_cast<double>(ceil_div(units, gpu.processors)) * unit + sums;
             if (best.token_tile != 0 && time >= best_time) continue;
             const auto ctas = static_cast<int>(std::min<int64_t>(units, gpu.processors));
-            best = {token_tile, token_tiles, row_tiles, split, ctas, int8};
+            best = {token_tile, token_tiles, row_tiles, split, ctas, int8, false};
             best_time = time;
         }
+    }
+    if (int8) {
+        const auto token_tiles = static_cast<int>(ceil_div(tokens, 256));
+        const int64_t units = int64_t{row_tiles} * token_tiles;
+        const double decode = 4000 + 0.2 * static_cast<double>(across * row_tiles * kManyTrellisTiles),
+                     unit = steps * 2900.0 + 6000;
+        const double time = decode + static_cast<double>(ceil_div(units, gpu.processors)) * unit;
+        const auto ctas = static_cast<int>(std::min<int64_t>(units, gpu.processors));
+        if (time < best_time) best = {256, token_tiles, row_tiles, 1, ctas, int8, true};
     }
     return best;
 }
@@ -135,7 +148,7 @@ inline ManyTrellisPlan plan_many_trellis_experts(int64_t down, int64_t rows, int
                                                  const Gpu& gpu) {
     int token_tile = 32;
     while (token_tile < 256 && 2 * token_tile * experts < 3 * rows) token_tile *= 2;
-    return {token_tile, 0, static_cast<int>(ceil_div(down, kManyTrellisTiles)), 1, gpu.processors, int8};
+    return {token_tile, 0, static_cast<int>(ceil_div(down, kManyTrellisTiles)), 1, gpu.processors, int8, false};
 }
 
 }  // namespace hf_kbit

@@ -2,7 +2,7 @@
 //
 //   inputs  float16 [tokens, width], their columns in the order of lanes
 //   words   32-bit ones [K/16, N/16, 8 * bits]
-//   sums    float16 or float32 [split, tokens, 128 * row_tiles], of each 16 rows 0, 8, 1, 9, ..., 7, 15
+//   sums    float16 [split, tokens, 128 * row_tiles], of each 16 rows 0, 8, 1, 9, ..., 7, 15
 //
 // A warp decodes 16 rows, a piece of 64 columns at a time, four tiles: lane 4 g + t takes of tile t the weights of
 // rows g and g + 8, which are `bits` words of its stream, and the last of those of lane 4 (g - 1) + t for the windows
@@ -25,19 +25,46 @@
 #include "kernels/kernels.h"
 #include "kernels/launch.h"
 #include "kernels/ptx.cuh"
+#include "kernels/trellis/many_outputs.cuh"
 #include "kernels/trellis/many_plan.h"
 #include "kernels/trellis/values.cuh"
 
 namespace hf_kbit::cuda {
 
-// Of experts there are tiles.
-struct ManyTrellisArguments {
+// A weight, and its first row of tiles of 128 among those of all.
+struct ManyTrellisPart {
     const uint32_t* words;
-    void* sums;
-    int tokens, across, down, steps, token_tiles, row_tiles, split, units;
-    float unit;  // of sums in float16
+    int down, first_tile;
+};
+
+// Of experts there are tiles, and one part.
+struct ManyTrellisArguments {
+    ManyTrellisPart parts[kTrellisParts];
+    __half* sums;
+    int num_parts, tokens, across, steps, token_tiles, row_tiles, split, units;
+    float unit;  // of sums
     const ManyTrellisTile* tiles;
 };
+
+__device__ __forceinline__ int part_of(const ManyTrellisArguments& arguments, int row_tile) {
+    int part = 0;
+    while (part + 1 < arguments.num_parts && row_tile >= arguments.parts[part + 1].first_tile) ++part;
+    return part;
+}
+
+// What a number of a launch's units stands for: rows of a weight, and rows of inputs, of which there are so many
+// before those of the part.
+struct ManyTrellisUnit {
+    int part, row_tile, before;
+    ManyTrellisTile tile;
+};
+template <int kTokens>
+__device__ __forceinline__ ManyTrellisUnit unit_of(const ManyTrellisArguments& arguments, int number) {
+    const int tile = number / arguments.split;
+    if (arguments.tiles) return {0, tile % arguments.row_tiles, 0, arguments.tiles[1 + tile / arguments.row_tiles]};
+    const int row_tile = tile / arguments.token_tiles, part = part_of(arguments, row_tile);
+    return {part, row_tile, part * arguments.tokens, {0, tile % arguments.token_tiles * kTokens, arguments.tokens}};
+}
 
 // What a CTA does, in its two roles: bring, and decode and multiply.
 template <int bits, Code code, typename T, int kTokens>
@@ -51,7 +78,6 @@ struct ManyTrellisCta {
     static constexpr int kInputBytes = many_trellis_input_bytes(kTokens);
     static constexpr int kPieceBytes = many_trellis_word_bytes(bits), kWordBytes = kPieces * kPieceBytes;
     static constexpr int kDecoderRegisters = kGroups == 1 ? 232 : 112, kBringerRegisters = kGroups == 1 ? 40 : 32;
-    static constexpr bool kHalves = many_trellis_halves(kTokens);
     static constexpr int kSums = kTokens / 2, kPending = kTokens == 128 ? 0 : 1;
     static_assert(kStages >= (kInt8 && kPending == 0 ? 2 : 3));
 
@@ -92,15 +118,6 @@ struct ManyTrellisCta {
         const int of_first = (steps + kGroups - 1) / kGroups, own = group == 0 ? of_first : max(1, steps - of_first);
         return {2 * (first + group * of_first), 2 * own};
     }
-    struct Unit {
-        int row_tile;
-        ManyTrellisTile tile;
-    };
-    __device__ __forceinline__ Unit unit_of(int number) const {
-        const int tile = number / arguments.split;
-        if (arguments.tiles) return {tile % arguments.row_tiles, arguments.tiles[1 + tile / arguments.row_tiles]};
-        return {tile / arguments.token_tiles, {0, tile % arguments.token_tiles * kTokens, arguments.tokens}};
-    }
     static __device__ __forceinline__ void advance(int& stage, int& phase) {
         if (++stage == kStages) {
             stage = 0;
@@ -110,16 +127,18 @@ struct ManyTrellisCta {
 
     // --- who brings ---
 
-    __device__ __forceinline__ void bring_words(const Unit& unit, int number, int at) const {
+    __device__ __forceinline__ void bring_words(const ManyTrellisUnit& unit, int number, int at) const {
         constexpr int kTileBytes = 32 * bits;
-        const int bytes = min(kManyTrellisTiles, arguments.down - unit.row_tile * kManyTrellisTiles) * kTileBytes;
+        const ManyTrellisPart& part = arguments.parts[unit.part];
+        const int first_tile = (unit.row_tile - part.first_tile) * kManyTrellisTiles;
+        const int bytes = min(kManyTrellisTiles, part.down - first_tile) * kTileBytes;
         const int strip = kStrips * number, strips = max(0, min(kStrips, arguments.across - strip));
         expect_bytes(full + 8 * at, kInputBytes + strips * bytes);
         const int64_t strips_before = int64_t{unit.tile.weight} * arguments.across + strip;
-        const char* from = reinterpret_cast<const char*>(arguments.words) +
-                           (strips_before * arguments.down + unit.row_tile * kManyTrellisTiles) * kTileBytes;
+        const char* from =
+            reinterpret_cast<const char*>(part.words) + (strips_before * part.down + first_tile) * kTileBytes;
 #pragma unroll
-        for (int i = 0; i < kStrips; ++i, from += int64_t{arguments.down} * kTileBytes) {
+        for (int i = 0; i < kStrips; ++i, from += int64_t{part.down} * kTileBytes) {
             if (i < strips) {
                 const uint32_t to =
                     words + at * kWordBytes + i / 4 * kPieceBytes + many_trellis_strip_start(bits, i % 4);
@@ -127,15 +146,16 @@ struct ManyTrellisCta {
             }
         }
     }
-    __device__ __forceinline__ void bring_inputs(const CUtensorMap& map, const Unit& unit, int number, int at) const {
+    __device__ __forceinline__ void bring_inputs(const CUtensorMap& map, const ManyTrellisUnit& unit, int number,
+                                                 int at) const {
         const int column = number * kPieces * kManyTrellisPiece;
-        bulk_copy_box(inputs + at * kInputBytes, &map, column, unit.tile.first, full + 8 * at);
+        bulk_copy_box(inputs + at * kInputBytes, &map, column, unit.before + unit.tile.first, full + 8 * at);
     }
 
     __device__ __forceinline__ void bring(const CUtensorMap& map, int group) const {
         const int first_stage = group * kStages, units = this->units();
         if (static_cast<int>(blockIdx.x) >= units) return;
-        Unit unit = unit_of(blockIdx.x);
+        ManyTrellisUnit unit = unit_of<kTokens>(arguments, blockIdx.x);
         Stages stages = stages_of(blockIdx.x, group);
         const int early = min(kStages, stages.count);
         for (int i = 0; i < early; ++i) bring_words(unit, stages.first + i, first_stage + i);
@@ -143,7 +163,7 @@ struct ManyTrellisCta {
         for (int i = 0; i < early; ++i) bring_inputs(map, unit, stages.first + i, first_stage + i);
         int stage = early % kStages, phase = early / kStages, done = early;
         for (int number = blockIdx.x; number < units; number += gridDim.x, done = 0) {
-            unit = unit_of(number), stages = stages_of(number, group);
+            unit = unit_of<kTokens>(arguments, number), stages = stages_of(number, group);
             for (int i = done; i < stages.count; ++i) {
                 const int at = first_stage + stage;
                 wait_barrier(empty + 8 * at, phase ^ 1);
@@ -294,12 +314,11 @@ struct ManyTrellisCta {
     // Rows g and g + 8 lie side by side: whole sectors of a token.
     template <typename Number, int count>
     __device__ __forceinline__ void store(const Number (&sums)[count], int number, int of_group, int first) const {
-        const Unit unit = unit_of(number);
+        const ManyTrellisUnit unit = unit_of<kTokens>(arguments, number);
         const int part = number % arguments.split;
-        using Two = std::conditional_t<kHalves, __half2, float2>;
         const int lane = lane_id(), g = lane / 4, t = lane % 4;
         const int pairs = arguments.row_tiles * (kManyTrellisRows / 2);  // of a token
-        auto* to = static_cast<Two*>(arguments.sums) + int64_t{part} * arguments.tokens * pairs;
+        auto* to = reinterpret_cast<__half2*>(arguments.sums) + int64_t{part} * arguments.tokens * pairs;
         int token = unit.tile.first + first + 2 * t;
         int at = token * pairs + unit.row_tile * (kManyTrellisRows / 2) + of_group * 8 + g;
 #pragma unroll
@@ -308,11 +327,7 @@ struct ManyTrellisCta {
             for (int odd = 0; odd < 2; ++odd) {
                 if (token + odd >= unit.tile.end) continue;
                 const auto a = static_cast<float>(sums[i + odd]), b = static_cast<float>(sums[i + 2 + odd]);
-                if constexpr (kHalves) {
-                    to[at + odd * pairs] = __floats2half2_rn(a * arguments.unit, b * arguments.unit);
-                } else {
-                    to[at + odd * pairs] = make_float2(a, b);
-                }
+                to[at + odd * pairs] = __floats2half2_rn(a * arguments.unit, b * arguments.unit);
             }
         }
     }
@@ -372,5 +387,11 @@ cudaError_t multiply_many_trellis_mcg(const CUtensorMap& map, const ManyTrellisA
                                       const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream);
 cudaError_t multiply_many_trellis_3inst(const CUtensorMap& map, const ManyTrellisArguments& arguments, int bits,
                                         const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream);
+
+// By a weight that is decoded into memory first, int8 [16 * down, many_trellis_width] (decoded_int8.cu).
+template <typename T>
+cudaError_t multiply_decoded_int8(const CUtensorMap& map, const ManyTrellisArguments& arguments,
+                                  const ManyTrellisOutputs<T>& outputs, int bits, int8_t* weights,
+                                  const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream);
 
 }  // namespace hf_kbit::cuda
