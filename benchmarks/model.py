@@ -20,8 +20,8 @@ the fly. Every number stands beside its ratio to that of bf16 in the same run. T
 
 A mixture's experts in 16 bits run as Transformers chooses: ``grouped_mm`` for a prompt, ``batched_mm`` to decode.
 bitsandbytes, with NF4 in blocks of 64, runs where it is installed. --inputs int8 measures each width once more, with
-8-bit inputs, and --trellis with a trellis, which takes half a minute for a billion weights. --plot needs matplotlib;
---table prints a table in Markdown for docs/lab.
+8-bit inputs, and --trellis with a trellis: of one layer, which then is all layers of a packed folder, since quantizing
+takes half a minute for a billion weights. --plot needs matplotlib; --table prints a table in Markdown for docs/lab.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from pathlib import Path
 import torch
 import transformers
 from gemm import COLOURS, find_peers, skipped
-from load import SHAPES, load, make_checkpoint, report_of_model
+from load import SHAPES, load, make_checkpoint, repeat, report_of_model
 from timing import markdown, numbers, parse, run_and_plot, some_of
 from torch import nn
 from torch._dynamo.utils import counters
@@ -138,7 +138,8 @@ def measure_model(folder: str, config, batches, lengths, modes, emit) -> None:
     torch._dynamo.reset()
     gc.collect()
     before = torch.cuda.memory_allocated()
-    model, seconds, peak = load(folder, "cuda", quantization_config=config)
+    # Transformers takes None for what a packed folder says of itself.
+    model, seconds, peak = load(folder, "cuda", **({"quantization_config": config} if config else {}))
     resident = torch.cuda.memory_allocated() - before
     emit({"what": "load"}, {"seconds": seconds, "resident_GB": resident / 1e9, "peak_GB": peak / 1e9})
     for tokens in lengths:
@@ -164,6 +165,13 @@ def bitsandbytes_config() -> BitsAndBytesConfig:
 PEERS = {"bitsandbytes": bitsandbytes_config}
 
 
+def pack_one_layer(shape: str, layers: int, config, folder: Path) -> None:
+    """Writes ``folder / "all"``, whose layers all are the same one, quantized; it is in the page cache then."""
+    make_checkpoint(shape, folder / "one", "cuda", num_hidden_layers=1, bos_token_id=None, eos_token_id=None)
+    load(folder / "one", "cuda", quantization_config=config)[0].save_pretrained(folder / "packed")
+    repeat(folder / "packed", folder / "all", layers)
+
+
 def measure(shape: str, layers: int, widths, kinds, batches, lengths, modes, peers: dict[str, str], emit) -> None:
     """Calls ``emit`` with each measurement, those of bf16 first."""
     linear = nn.Linear(HOST_SIZE, HOST_SIZE, bias=False, device="cuda", dtype=torch.bfloat16)
@@ -178,8 +186,13 @@ def measure(shape: str, layers: int, widths, kinds, batches, lengths, modes, pee
             file.read_bytes()  # puts it into the page cache, which the first model to load would do else
         measure_model(folder, None, batches, lengths, modes, partial(emit, DENSE))
         for bits, kind in itertools.product(widths, kinds):
-            config = hf_kbit.KbitConfig(bits=bits, **KINDS[kind])
-            measure_model(folder, config, batches, lengths, modes, partial(emit, {"name": kind, "bits": bits}))
+            config, way = hf_kbit.KbitConfig(bits=bits, **KINDS[kind]), {"name": kind, "bits": bits}
+            if kind != TRELLIS:
+                measure_model(folder, config, batches, lengths, modes, partial(emit, way))
+                continue
+            with tempfile.TemporaryDirectory() as packed:
+                pack_one_layer(shape, layers, config, Path(packed))
+                measure_model(f"{packed}/all", None, batches, lengths, modes, partial(emit, way))
         for peer, version in peers.items():
             way = {"name": peer, "bits": 4, "version": version}
             try:

@@ -11,7 +11,8 @@
 The methods:
 
 - bf16: 16 bits,
-- hf_kbit-4 and so on: ours, so many bits, quantized before; hf_kbit-4-int8 with 8-bit inputs,
+- hf_kbit-4 and so on: ours, so many bits, quantized before; hf_kbit-4-int8 with 8-bit inputs; hf_kbit-4-trellis and
+  hf_kbit-4-trellis-int8 with a trellis,
 - fp8: vLLM quantizes the 16-bit checkpoint while it loads it, activations at each step,
 - gptq: 4 bits with a scale for each 128, by the kernel that vLLM chooses,
 - gptq-marlin, gptq-machete, gptq-humming: the same checkpoint by a kernel that it is told to take.
@@ -53,7 +54,7 @@ from timing import markdown, numbers, read, run_and_plot, some_of
 
 from hf_kbit.format.spec import BITS
 
-WIDTHS = [f"hf_kbit-{bits}" for bits in sorted(BITS, reverse=True)]
+WIDTHS = [f"hf_kbit-{bits}{kind}" for kind in ("", "-trellis") for bits in sorted(BITS, reverse=True)]
 METHODS = ["bf16", *WIDTHS, *(f"{width}-int8" for width in WIDTHS), "fp8", "gptq"]
 METHODS += ["gptq-marlin", "gptq-machete", "gptq-humming"]
 DEFAULT_METHODS = [method for method in METHODS if "hf_kbit-5" not in method]
@@ -185,9 +186,11 @@ OTHERS = {
 def style(method: str) -> dict:
     if not method.startswith("hf_kbit"):
         return {"label": method.replace("-", ", "), **OTHERS[method]}
-    _, bits, *inputs = method.split("-")
-    label = f"hf_kbit, {bits} bits" + ", 8-bit inputs" * bool(inputs)
-    return {"label": label, "color": COLOURS[int(bits)], "linestyle": "-." if inputs else "-"}
+    _, bits, *kind = method.split("-")
+    inputs, trellis = "int8" in kind, "trellis" in kind
+    label = f"hf_kbit, {bits} bits" + ", trellis" * trellis + ", 8-bit inputs" * inputs
+    style = {"label": label, "color": COLOURS[int(bits)], "linestyle": "-." if inputs else "-"}
+    return style | ({"marker": "^"} if trellis else {})
 
 
 def latest(lines: list[dict]) -> dict[tuple, dict[str, dict]]:
@@ -238,7 +241,8 @@ def curves(axis, lines) -> None:
         if line["fits"]:
             methods.setdefault(line["method"], {})[line["sequences"]] = line["ms"]
     for method, ms in methods.items():
-        axis.plot(sorted(ms), [ms[count] for count in sorted(ms)], marker="o", markersize=4, **style(method))
+        how = {"marker": "o", "markersize": 4, **style(method)}
+        axis.plot(sorted(ms), [ms[count] for count in sorted(ms)], **how)
     counts = sorted({line["sequences"] for line in lines})
     axis.set_xscale("log", base=4)
     axis.set_yscale("log", base=2)

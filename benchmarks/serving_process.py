@@ -64,7 +64,8 @@ def make(folder: str, shape: str, layers: int, tensor_parallel: int, name: str) 
             if name == "gptq":
                 make_gptq(dense, one)
             elif name != "bf16":
-                make_kbit(dense, one, int(name.removeprefix("hf_kbit-")))
+                _, bits, *kind = name.split("-")
+                make_kbit(dense, one, bits=int(bits), **({"codebook": "trellis"} if kind else {}))
             check_room(one, layers, tensor_parallel)
             repeat(one, path, layers)
     buffer = bytearray(64 << 20)
@@ -87,8 +88,8 @@ def check_room(one: Path, layers: int, tensor_parallel: int) -> None:
             raise RuntimeError(f"weights: found {size / 1e9:.0f} GB, expected at most {free / 1e9:.0f} GB, the {room}")
 
 
-def make_kbit(dense: Path, path: Path, bits: int) -> None:
-    model, *_ = load(dense, DEVICE, quantization_config=hf_kbit.KbitConfig(bits=bits))
+def make_kbit(dense: Path, path: Path, **config) -> None:
+    model, *_ = load(dense, DEVICE, quantization_config=hf_kbit.KbitConfig(**config))
     model.save_pretrained(path)
 
 
