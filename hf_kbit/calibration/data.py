@@ -22,6 +22,7 @@ POSITIONS = (
     "max_encoder_position_embeddings",
     "max_decoder_position_embeddings",
 )
+WRITTEN = "text that the model wrote"
 PROMPTS = Path(__file__).with_name("prompts.txt")  # the built-in set
 
 
@@ -62,6 +63,26 @@ class Text:
         sequences, length = amount(self.sequences, self.length, LITTLE)
         return replace(self, sequences=sequences, length=length)
 
+    @property
+    def name(self) -> str:
+        """Of the data, for reports: a file by its name, other data by one that it has."""
+        if self.data is None:
+            return "the built-in text"
+        name = str(self.data) if isinstance(self.data, Path) else getattr(self.data, "name", None)
+        return name if isinstance(name, str) else "the data"
+
+    @property
+    def needs_tokenizer(self) -> bool:
+        return not isinstance(self.data, torch.Tensor) and not is_tokenized(self.data)
+
+    def tokenizer_for(self, model: PreTrainedModel, **source: Any) -> PreTrainedTokenizerBase:
+        """That of the data, or of the model; a ValueError if there is none."""
+        tokenizer = self.tokenizer or tokenizer_of(model.name_or_path, **source)
+        if tokenizer is None:
+            what = "what is read without data" if self.data is None else "the data"
+            raise ValueError(f"tokenizer: found none, expected one, for {what} is a text; token ids need none")
+        return tokenizer
+
     def ids(self, model: PreTrainedModel, **source: Any) -> list[torch.Tensor]:
         """Sequences, int64 ``[tokens]`` each, on the model's device, of the built-in set where there is no data;
         ``source`` is of ``tokenizer_of``.
@@ -71,15 +92,11 @@ class Text:
         """
         sequences, length = amount(self.sequences, self.length, (SEQUENCES, LENGTH))
         limit = positions(model.config.get_text_config())
-        if isinstance(self.data, torch.Tensor) or is_tokenized(self.data):
+        if not self.needs_tokenizer:
             data = self.data if is_tokenized(self.data) else {"input_ids": self.data}
             found = unpadded(data, [model.config.get_text_config(), self.tokenizer])
         else:
-            text = text_of(self.data)
-            tokenizer = self.tokenizer or tokenizer_of(model.name_or_path, **source)
-            if tokenizer is None:
-                what = "what is read without data" if self.data is None else "the data"
-                raise ValueError(f"tokenizer: found none, expected one, for {what} is a text; token ids need none")
+            text, tokenizer = text_of(self.data), self.tokenizer_for(model, **source)
             found = _cut(text, tokenizer, min(length, limit or length, tokenizer.model_max_length), sequences)
         if not (longest := max(map(len, found), default=0)):
             shape = list(found.shape) if isinstance(found, torch.Tensor) else [len(found), 0]

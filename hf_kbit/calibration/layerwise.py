@@ -16,7 +16,7 @@ from transformers.utils import logging
 
 from hf_kbit.calibration import moments, routed, sensitivity, stream, tuning
 from hf_kbit.calibration.check import check
-from hf_kbit.calibration.data import SEQUENCES, Text, batches_of
+from hf_kbit.calibration.data import SEQUENCES, WRITTEN, Text, batches_of, size_of
 from hf_kbit.calibration.loading import load
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
@@ -107,13 +107,15 @@ def calibrate(
         model = load(model, **source)
     packable, chosen = choose(model, config)
     solving.check_model(model, [packable.sites[name] for name in chosen], config, text, device)
+    named = text.name
     if data is None and solving.needs_little:
         text = text.little()
     elif data is None:
         how = {"tokenizer": text.tokenizer, "tune": solving.tune, "device": device, "progress": progress}
         text = replace(text, data=write(model, text.sequences, text.length, **how, **source))
+        named = WRITTEN if text.data is not None else named
     plan = packable.plan(config, chosen)
-    Calibration(plan, solving, text.ids(model, **source), device, progress).run()
+    Calibration(plan, solving, text.ids(model, **source), device, progress, named).run()
     return model
 
 
@@ -151,7 +153,9 @@ class Calibration:
         sequences: list[torch.Tensor],
         device: torch.device | str | None = None,
         progress: bool = False,
+        source: str = "the data",
     ):
+        self.source = source
         self.plan, self.model, self.solving, self.progress = plan, plan.model, solving, progress
         self.device, self.text = stream.resolve(device, self.model), sequences
         self.solver = METHODS[solving.method]
@@ -235,6 +239,7 @@ class Calibration:
                 sum(self.without_data),
                 len(self.without_data),
             )
+        plan.outcome.calibrated = f"{self.solving.method}, on {size_of(self.text)} of {self.source}"
         plan.outcome.tuned = self._tuned(dense)
         finish(plan)
         if plan.outcome.tuned:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import Text, size_of
+from hf_kbit.calibration.data import WRITTEN, Text, size_of
 from hf_kbit.calibration.layerwise import Calibration, choose
 from hf_kbit.calibration.solving import Solving, sort
 from hf_kbit.calibration.widths import measure as measure_widths
@@ -133,7 +133,8 @@ def quantize_model(
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
     measured = bool(mean % 1 and fitting.measure)
     if calibrate or measured:
-        ids, source = _read(model, text, solving, calibrate, measured, device)
+        ids, name = _read(model, text, solving, calibrate, measured, device)
+        source = f"{name}, on {stream.resolve(None, model) if device is None else device}"
     if mean % 1:
         if measured:
             own = _measured(model, packable, mean, ids, source, config, device, report)
@@ -146,7 +147,7 @@ def quantize_model(
     plan = packable.plan(config, chosen)
     if calibrate:
         report("calibrating", f"{solving.method}, {size_of(ids)} of {source}")
-        Calibration(plan, solving, ids, device, progress=True).run()
+        Calibration(plan, solving, ids, device, True, name).run()
         if plan.outcome.tuned:
             report("tuned", plan.outcome.tuned)
     else:
@@ -222,20 +223,16 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
 def _read(
     model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
 ) -> tuple[list[torch.Tensor], str]:
-    """Token ids, and what reports call them and the device: a file by its name, other data by one that it has.
-    ``measured``: whether widths are chosen on them too, which takes more."""
+    """Token ids, and what reports call them. ``measured``: whether widths are chosen on them too, which takes more."""
+    name = text.name
     if text.data is None and calibrate and solving.needs_little and not measured:
-        text, name = text.little(), "the built-in text"
+        text = text.little()
     elif text.data is None:
         amount = (text.sequences, text.length) if calibrate else MEASURED
         how = {"tokenizer": text.tokenizer, "tune": calibrate and solving.tune, "device": device, "progress": True}
-        own = write(model, *amount, **how)
-        text, name = replace(text, data=own), "the built-in text" if own is None else "text that the model wrote"
-    else:
-        name = str(text.data) if isinstance(text.data, Path) else getattr(text.data, "name", None)
-        name = name if isinstance(name, str) else "the data"
-    where = stream.resolve(None, model) if device is None else device
-    return text.ids(model), f"{name}, on {where}"
+        text = replace(text, data=write(model, *amount, **how))
+        name = name if text.data is None else WRITTEN
+    return text.ids(model), name
 
 
 def _measured(

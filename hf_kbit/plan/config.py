@@ -1,8 +1,10 @@
 """KbitConfig: what to quantize, to how many bits, with which levels."""
 
+import copy
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
 from typing import Any
 
 from transformers.quantizers.auto import register_quantization_config
@@ -17,6 +19,7 @@ from hf_kbit.plan.patterns import Patterns
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, check_scale
 
 INPUTS = (None, "int8")
+WORDS = ("weighted", "own")  # for which calibration finds a text itself
 TRELLIS = "trellis"  # in the place of a codebook's name
 EXL3 = "exl3"  # quant_method of what exllamav3 writes
 
@@ -57,6 +60,12 @@ class KbitConfig(QuantizationConfigMixin):
         inputs: ``"int8"``: linear layers and experts round their inputs to 8 bits when the model runs
             (``hf_kbit.set_inputs``); quantizing is the same. Saved as a wish beside ``quantization_config``. None:
             inputs stay in 16 bits.
+        calibrate: quantizes with data while the model loads (docs/calibration.md). ``"weighted"``: a little of a
+            built-in text, in seconds; ``"own"``: text that the model writes; or what the model is for: a list of
+            texts, a ``pathlib.Path`` of a text file, token ids, or what else ``hf_kbit.calibrate`` takes as data. No
+            file has the text. None: without data.
+        tune: with ``calibrate``, then trains what is stored for so many steps; True: as many as are usual.
+        resume: with ``calibrate``, a folder for what is finished: the same call goes on after an interruption.
         quant_method: ``"kbit"``.
         stored: what the files of a quantized model say of their tensors; the quantizer writes it.
 
@@ -83,6 +92,9 @@ class KbitConfig(QuantizationConfigMixin):
     module_bits: Mapping[str, int | None] | list | None = field(default_factory=dict)
     embedding_bits: int | None = None
     inputs: str | None = None
+    calibrate: Any = field(default=None, compare=False)  # tensors know no equality of one value
+    tune: int | bool = 0
+    resume: str | Path | None = None
     quant_method: str = "kbit"
     stored: ModelFormat | Exl3 | None = None
 
@@ -102,6 +114,7 @@ class KbitConfig(QuantizationConfigMixin):
             raise ValueError(f"codebook: found {TRELLIS!r} with {found}, expected none: a trellis has one way")
         if check_inputs(self.inputs) and self.transform == "none":
             raise ValueError(f"inputs: found {self.inputs!r} and transform 'none', expected transformed layers for it")
+        self._check_calibration()
         left = () if self.modules_to_not_convert is None else self.modules_to_not_convert
         if isinstance(left, (str, Mapping)) or not isinstance(left, Iterable):
             raise ValueError(f"modules_to_not_convert: found {shown(left)}, expected a list of patterns")
@@ -114,6 +127,21 @@ class KbitConfig(QuantizationConfigMixin):
                 f"bits: found the mean {self.bits} and widths of layers in module_bits; with them expected one of "
                 f"{list(self.widths)}"
             )
+
+    def _check_calibration(self) -> None:
+        if isinstance(self.calibrate, Iterator):  # which could be read once
+            self.calibrate = list(self.calibrate)
+        if isinstance(self.calibrate, str) and self.calibrate not in WORDS:
+            raise ValueError(
+                f"calibrate: found {shown(self.calibrate)}, expected one of {list(WORDS)}, or data: [text] for a "
+                "text, pathlib.Path(name) for a file"
+            )
+        if self.calibrate is None and (self.tune or self.resume is not None):
+            name, value = ("tune", self.tune) if self.tune else ("resume", self.resume)
+            raise ValueError(f"{name}: found {value!r} without calibrate, expected it too, such as calibrate='own'")
+
+    def without_calibration(self) -> "KbitConfig":
+        return replace(self, calibrate=None, tune=0, resume=None)
 
     @property
     def widths(self) -> tuple[int, ...]:
@@ -243,8 +271,10 @@ class KbitConfig(QuantizationConfigMixin):
         >>> KbitConfig(module_bits={"layers.0": None, "down_proj": 5}).to_dict()["module_bits"]
         [['layers.0', None], ['down_proj', 5]]
         """
-        entries = super().to_dict()
-        stored = entries.pop("stored")
+        entries = copy.deepcopy({name: value for name, value in vars(self).items() if name != "calibrate"})
+        stored, tune, _ = entries.pop("stored"), entries.pop("tune"), entries.pop("resume")
+        if stored is None and isinstance(self.calibrate, str):
+            entries |= {"calibrate": self.calibrate} | ({"tune": tune} if tune else {})
         if self.embedding_bits is None:
             del entries["embedding_bits"]  # of which an hf_kbit that knows no packed tables need not know
         if self.inputs is None or stored is not None:
@@ -256,13 +286,21 @@ class KbitConfig(QuantizationConfigMixin):
             entries |= stored.to_dict()
         return entries
 
+    def __deepcopy__(self, memo: dict) -> "KbitConfig":
+        copied = copy.copy(self)  # data may be an iterator
+        own = {name: value for name, value in vars(self).items() if name != "calibrate"}
+        vars(copied).update(copy.deepcopy(own, memo))
+        return copied
+
     def get(self, name: str, default: Any = None) -> Any:
         """Transformers asks a quantization config for its entries as if it were the dict in ``config.json``."""
         return getattr(self, name, default)
 
     def __repr__(self) -> str:
-        usual, given = vars(KbitConfig()), vars(self).items()
-        shown = [f"{k}={v!r}" for k, v in given if k == "bits" or (k != "stored" and v != usual[k])]
+        usual, given = vars(KbitConfig()), vars(self) | {"calibrate": None}
+        if self.calibrate is not None:
+            given["calibrate"] = self.calibrate if isinstance(self.calibrate, str) else type(self.calibrate)
+        shown = [f"{k}={v!r}" for k, v in given.items() if k == "bits" or (k != "stored" and v != usual[k])]
         return f"{type(self).__name__}({', '.join(shown)})"
 
 

@@ -27,12 +27,14 @@ class Outcome:
         told: ``{name: why}`` of layers that stayed in 16 bits for what they are.
         lost: ``{name: what would be lost}`` of those that turned out to have to stay in 16 bits.
         untransformed: ``{name: why}`` of those that turned out to be quantized without a transform.
+        calibrated: by which method, on what, in words, if it was.
         tuned: what tuning has gained, in words, if it has been done.
     """
 
     told: Mapping[str, str] = field(default_factory=dict)
     lost: dict[str, str] = field(default_factory=dict)
     untransformed: dict[str, str] = field(default_factory=dict)
+    calibrated: str = ""
     tuned: str = ""
 
 

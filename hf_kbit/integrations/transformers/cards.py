@@ -42,7 +42,9 @@ def model_card(model: PreTrainedModel, name: str) -> ModelCard:
     auto_class = "AutoModelForCausalLM" if architecture.endswith("ForCausalLM") else architecture
     found = [what for what, kind in KINDS.items() if any(isinstance(layer, kind) for layer in layers)]
     what = " and ".join(["linear layers", *found])
-    tuned = getattr(getattr(model, "hf_quantizer", None), "tuned", "")
+    quantizer = getattr(model, "hf_quantizer", None)
+    calibrated, tuned = (getattr(quantizer, name, "") for name in ("calibrated", "tuned"))
+    calibrated = f"\nCalibrated by {_plain(calibrated)}.\n" if calibrated else ""
     tuned = f"\nTuned after that on the model in 16 bits: {tuned}.\n" if tuned else ""
     data = ModelCardData(library_name="transformers", tags=["kbit"], **_of_base(model))
     return ModelCard(f"""---
@@ -61,7 +63,7 @@ model = {auto_class}.from_pretrained({json.dumps(name, ensure_ascii=False)})
 ```
 
 Without the import, Transformers warns of an unknown quantization type, and cannot read the quantized layers.
-{tuned}""")
+{calibrated}{tuned}""")
 
 
 def write_figures(file: str | os.PathLike, figures: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ loaded, new heads initialised, hooks for offloading attached, and ``_process_mod
 """
 
 import copy
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
@@ -51,6 +52,11 @@ from hf_kbit.plan.plan import Outcome, Plan
 from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor
 
 
+def calibrating():
+    """What calibrates while a model loads, which imports this module."""
+    return importlib.import_module("hf_kbit.integrations.transformers.calibrated")
+
+
 @register_quantizer("kbit")
 class KbitHfQuantizer(HfQuantizer):
     """See the header of this file, and ``HfQuantizer`` for when each method is called."""
@@ -87,6 +93,19 @@ class KbitHfQuantizer(HfQuantizer):
                 "device_map: found layers on disk, expected none while quantizing: a layer on disk is read from the "
                 "16-bit checkpoint each time. Quantize and save first: a quantized checkpoint can be offloaded"
             )
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether weights come as they are, and are quantized with data once all are there."""
+        return not self.pre_quantized and self.quantization_config.calibrate is not None
+
+    def update_device_map(self, device_map):
+        return {"": "cpu"} if self.calibrates else super().update_device_map(device_map)
+
+    @property
+    def calibrated(self) -> str:
+        """By which method, and on what, in words, if the model was calibrated in this process."""
+        return self.outcome.calibrated
 
     @property
     def tuned(self) -> str:
@@ -129,6 +148,9 @@ class KbitHfQuantizer(HfQuantizer):
         else:
             tensors = fit.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
+            if self.calibrates:
+                calibrating().check(model, self.quantization_config, self.device_map, self.mxfp4)
+                return
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], Names(model, conversions))
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
@@ -211,7 +233,9 @@ class KbitHfQuantizer(HfQuantizer):
         for first, *others in self.made_together:
             if first in param_name:
                 names += [param_name.replace(first, other, 1) for other in others]
-        return not self.pre_quantized and any(placeholder(model, name) is not None for name in names)
+        if self.pre_quantized or self.calibrates:
+            return False
+        return any(placeholder(model, name) is not None for name in names)
 
     def get_quantize_ops(self) -> ConversionOps:
         return KbitQuantize(self)
@@ -256,6 +280,11 @@ class KbitHfQuantizer(HfQuantizer):
         self.postprocess_model(model)
 
     def _process_model_after_weight_loading(self, model, **kwargs):
+        if self.calibrates:
+            del model.hf_quantizer, model.config.quantization_config, model.quantization_method
+            model.is_quantized = False
+            calibrating().run(model, self.quantization_config, self.device_map)
+            return
         what = "the files were not saved with the config" if self.pre_quantized else "cannot quantize the checkpoint"
         refuse(self.problems, what)
         layers = packed_layers(model)

@@ -1,0 +1,99 @@
+"""Calibrating while a model loads: ``KbitConfig(calibrate=...)``.
+
+The checkpoint is mapped into CPU memory in 16 bits, so that memory takes what is read of it; layers are calibrated one
+after another and packed, and the packed model goes where ``device_map`` says.
+"""
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from accelerate import dispatch_model, infer_auto_device_map
+from accelerate.utils import CustomDtype, get_balanced_memory
+from torch import nn
+
+from hf_kbit.calibration.data import Text, text_of, tokenizer_of
+from hf_kbit.calibration.post_training import quantize_model
+from hf_kbit.calibration.solving import Solving
+from hf_kbit.integrations.transformers import parallel
+from hf_kbit.integrations.transformers.report import logger
+from hf_kbit.nn.weight import packed_layers
+from hf_kbit.plan.config import WORDS, KbitConfig
+from hf_kbit.plan.selection import Packable
+
+BALANCED = ("auto", "balanced", "balanced_low_0")
+
+
+def check(model: nn.Module, config: KbitConfig, device_map, mxfp4: list[str]) -> None:
+    """Refuses what cannot be calibrated; the model is on the meta device, and nothing was loaded.
+
+    Raises:
+        TypeError, ValueError: as ``hf_kbit.calibrate``.
+        MemoryError: there is no room to tune the whole model.
+    """
+    instead = "load the model without calibrate, or calibrate and save it first (hf-kbit quantize), then load that"
+    if parallel.is_shared(model.config):
+        raise ValueError(f"calibrate: found a model that processes share, expected one process: {instead}")
+    if mxfp4:
+        raise ValueError(f"calibrate: found {mxfp4[0]} in MXFP4, expected a checkpoint in 16 or 32 bits: {instead}")
+    solving, packable = _solving(config), Packable(model)
+    solving.check(config)
+    sites = [packable.sites[name] for name in packable.choose(config)]
+    text = _text(config)
+    solving.check_model(model, sites, config, text, _device(device_map))
+    if config.calibrate != "own" and text.needs_tokenizer:
+        text.tokenizer_for(model, **_source(model))
+        text_of(text.data)  # is there, and is a text
+
+
+def run(model: nn.Module, config: KbitConfig, device_map) -> None:
+    """Calibrates a model that was loaded in 16 bits, and puts it where ``device_map`` says."""
+    solving, text = _solving(config), _text(config)
+    how = {"method": solving.method, "tune": solving.tune, "resume": solving.resume}
+    if text.needs_tokenizer:
+        how["tokenizer"] = tokenizer_of(model.name_or_path, **_source(model))
+    how |= {"device": _device(device_map), "report": partial(logger.info, "hf_kbit: %s %s")}
+    quantize_model(model, config.without_calibration(), data=text.data, calibrate=True, **how)
+    _place(model, device_map)
+
+
+def _solving(config: KbitConfig) -> Solving:
+    method = config.calibrate if config.calibrate == "weighted" else "feedback"
+    return Solving(method=method, tune=config.tune, resume=config.resume)
+
+
+def _text(config: KbitConfig) -> Text:
+    return Text(None if isinstance(config.calibrate, str) and config.calibrate in WORDS else config.calibrate)
+
+
+def _source(model: nn.Module) -> dict[str, str | None]:
+    """Where what belongs to the model is, beside its name."""
+    return {"revision": getattr(model.config, "_commit_hash", None)}
+
+
+def _device(device_map) -> torch.device:
+    """Where layers are calibrated: where the model is to be, on the first of several GPUs; else on a GPU if any."""
+    places = device_map.values() if isinstance(device_map, Mapping) else ()
+    devices = [torch.empty(0, device=place).device for place in places if place != "disk"]
+    usual = "cuda" if torch.cuda.is_available() else "cpu"
+    if not devices:
+        return torch.empty(0, device=usual).device
+    return next((device for device in devices if device.type != "cpu"), devices[0])
+
+
+def _place(model: nn.Module, device_map) -> None:
+    if device_map is None:
+        return
+    if isinstance(device_map, str):
+        sizes = {
+            f"{name}.weight": CustomDtype.INT4 if layer.bits <= 4 else torch.int8
+            for name, layer in packed_layers(model).items()
+        }
+        how = {"no_split_module_classes": list(model._no_split_modules or ()), "special_dtypes": sizes}
+        memory = get_balanced_memory(model, low_zero=device_map == "balanced_low_0", **how)
+        device_map = infer_auto_device_map(model, max_memory=memory if device_map in BALANCED else None, **how)
+    if len(set(device_map.values())) == 1:
+        model.to(next(iter(device_map.values())))
+    else:
+        dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
+    model.hf_device_map = device_map
