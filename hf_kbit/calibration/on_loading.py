@@ -18,7 +18,7 @@ from hf_kbit.calibration.solving import Solving
 from hf_kbit.integrations.transformers import parallel
 from hf_kbit.integrations.transformers.report import logger
 from hf_kbit.nn.weight import packed_layers
-from hf_kbit.plan.config import WORDS, KbitConfig
+from hf_kbit.plan.config import KbitConfig
 from hf_kbit.plan.selection import Packable
 
 BALANCED = ("auto", "balanced", "balanced_low_0")
@@ -41,7 +41,7 @@ def check(model: nn.Module, config: KbitConfig, device_map, mxfp4: list[str]) ->
     sites = [packable.sites[name] for name in packable.choose(config)]
     text = _text(config)
     solving.check_model(model, sites, config, text, _device(device_map))
-    if config.calibrate != "own" and text.needs_tokenizer:
+    if _word(config) != "own" and text.needs_tokenizer:
         text.tokenizer_for(model, **_source(model))
         text_of(text.data)  # is there, and is a text
 
@@ -58,12 +58,17 @@ def run(model: nn.Module, config: KbitConfig, device_map) -> None:
 
 
 def _solving(config: KbitConfig) -> Solving:
-    method = config.calibrate if config.calibrate == "weighted" else "feedback"
+    method = "weighted" if _word(config) == "weighted" else "feedback"
     return Solving(method=method, tune=config.tune, resume=config.resume)
 
 
 def _text(config: KbitConfig) -> Text:
-    return Text(None if isinstance(config.calibrate, str) and config.calibrate in WORDS else config.calibrate)
+    return Text(None if _word(config) else config.calibrate)
+
+
+def _word(config: KbitConfig) -> str:
+    """What stands for a text that calibration finds itself; empty for data."""
+    return config.calibrate if isinstance(config.calibrate, str) else ""
 
 
 def _source(model: nn.Module) -> dict[str, str | None]:
