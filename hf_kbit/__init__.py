@@ -75,7 +75,8 @@ def _register() -> None:
     """Makes Transformers know the method, by its registry. Where that fails, it stays as it is: the program may well
     use it for models that are not quantized."""
     try:
-        _import_module("hf_kbit.integrations.transformers.quantizer")  # registers itself
+        quantizer = _import_module("hf_kbit.integrations.transformers.quantizer").KbitHfQuantizer  # registers itself
+        quantizer.on_loading = staticmethod(lambda: _import_module("hf_kbit.calibration.on_loading"))
         _setting.install("transformers", _table.REGISTRATION_HOOKS)
     except Exception as error:  # whatever our files say of this Transformers, importing it goes on
         _warnings.warn(f"hf_kbit: models can be neither quantized nor loaded: {error}", RuntimeWarning, stacklevel=2)

@@ -22,7 +22,6 @@ POSITIONS = (
     "max_encoder_position_embeddings",
     "max_decoder_position_embeddings",
 )
-WRITTEN = "text that the model wrote"
 PROMPTS = Path(__file__).with_name("prompts.txt")  # the built-in set
 
 

@@ -16,12 +16,12 @@ from transformers.utils import logging
 
 from hf_kbit.calibration import moments, routed, sensitivity, stream, tuning
 from hf_kbit.calibration.check import check
-from hf_kbit.calibration.data import SEQUENCES, WRITTEN, Text, batches_of, size_of
+from hf_kbit.calibration.data import SEQUENCES, Text, batches_of, size_of
 from hf_kbit.calibration.loading import load
 from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.solving import METHODS, Solving, sort
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.writing import chosen as chosen_text
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.nn.classes import twin
 from hf_kbit.nn.experts import KbitProjection
@@ -107,15 +107,11 @@ def calibrate(
         model = load(model, **source)
     packable, chosen = choose(model, config)
     solving.check_model(model, [packable.sites[name] for name in chosen], config, text, device)
-    named = text.name
-    if data is None and solving.needs_little:
-        text = text.little()
-    elif data is None:
-        how = {"tokenizer": text.tokenizer, "tune": solving.tune, "device": device, "progress": progress}
-        text = replace(text, data=write(model, text.sequences, text.length, **how, **source))
-        named = WRITTEN if text.data is not None else named
+    how = {"tune": solving.tune, "device": device, "progress": progress}
+    amount = text.sequences, text.length
+    text, name = chosen_text(model, text, solving.needs_little, amount, **how, **source)
     plan = packable.plan(config, chosen)
-    Calibration(plan, solving, text.ids(model, **source), device, progress, named).run()
+    Calibration(plan, solving, text.ids(model, **source), device, progress, name).run()
     return model
 
 
@@ -155,9 +151,8 @@ class Calibration:
         progress: bool = False,
         source: str = "the data",
     ):
-        self.source = source
         self.plan, self.model, self.solving, self.progress = plan, plan.model, solving, progress
-        self.device, self.text = stream.resolve(device, self.model), sequences
+        self.device, self.text, self.source = stream.resolve(device, self.model), sequences, source
         self.solver = METHODS[solving.method]
         self.steps = stream.usual(tuning.STEPS, self.device) if solving.tune is True else int(solving.tune)
         if self.steps and len(sequences) < 2:
@@ -239,7 +234,8 @@ class Calibration:
                 sum(self.without_data),
                 len(self.without_data),
             )
-        plan.outcome.calibrated = f"{self.solving.method}, on {size_of(self.text)} of {self.source}"
+        named = Path(self.source).name  # a card goes to others, whom folders of this machine do not concern
+        plan.outcome.calibrated = f"{self.solving.method}, on {size_of(self.text)} of {named}"
         plan.outcome.tuned = self._tuned(dense)
         finish(plan)
         if plan.outcome.tuned:

@@ -5,6 +5,7 @@ after another and packed, and the packed model goes where ``device_map`` says.
 """
 
 from collections.abc import Mapping
+from dataclasses import fields, replace
 from functools import partial
 
 import torch
@@ -24,8 +25,9 @@ from hf_kbit.plan.selection import Packable
 BALANCED = ("auto", "balanced", "balanced_low_0")
 
 
-def check(model: nn.Module, config: KbitConfig, device_map, mxfp4: list[str]) -> None:
-    """Refuses what cannot be calibrated; the model is on the meta device, and nothing was loaded.
+def prepare(model: nn.Module, config: KbitConfig, device_map, mxfp4: list[str]) -> Text:
+    """What a model is to read. Refuses what cannot be calibrated; the model is on the meta device, and nothing was
+    loaded.
 
     Raises:
         TypeError, ValueError: as ``hf_kbit.calibrate``.
@@ -39,21 +41,23 @@ def check(model: nn.Module, config: KbitConfig, device_map, mxfp4: list[str]) ->
     solving, packable = _solving(config), Packable(model)
     solving.check(config)
     sites = [packable.sites[name] for name in packable.choose(config)]
-    text = _text(config)
+    word = _word(config)
+    text = Text(None if word else config.calibrate)
     solving.check_model(model, sites, config, text, _device(device_map))
-    if _word(config) != "own" and text.needs_tokenizer:
-        text.tokenizer_for(model, **_source(model))
-        text_of(text.data)  # is there, and is a text
-
-
-def run(model: nn.Module, config: KbitConfig, device_map) -> None:
-    """Calibrates a model that was loaded in 16 bits, and puts it where ``device_map`` says."""
-    solving, text = _solving(config), _text(config)
-    how = {"method": solving.method, "tune": solving.tune, "resume": solving.resume}
     if text.needs_tokenizer:
-        how["tokenizer"] = tokenizer_of(model.name_or_path, **_source(model))
-    how |= {"device": _device(device_map), "report": partial(logger.info, "hf_kbit: %s %s")}
-    quantize_model(model, config.without_calibration(), data=text.data, calibrate=True, **how)
+        source = {"revision": getattr(model.config, "_commit_hash", None)}
+        text = replace(text, tokenizer=tokenizer_of(model.name_or_path, **source))
+        if word != "own":  # which goes without one
+            text.tokenizer_for(model)
+            text_of(text.data)  # is there, and is a text
+    return text
+
+
+def run(model: nn.Module, config: KbitConfig, text: Text, device_map) -> None:
+    """Calibrates a model that was loaded in 16 bits, and puts it where ``device_map`` says."""
+    settings = {each.name: getattr(of, each.name) for of in (_solving(config), text) for each in fields(of)}
+    how = {"device": _device(device_map), "report": partial(logger.info, "hf_kbit: %s %s")}
+    quantize_model(model, config.without_calibration(), calibrate=True, **how, **settings)
     _place(model, device_map)
 
 
@@ -62,18 +66,9 @@ def _solving(config: KbitConfig) -> Solving:
     return Solving(method=method, tune=config.tune, resume=config.resume)
 
 
-def _text(config: KbitConfig) -> Text:
-    return Text(None if _word(config) else config.calibrate)
-
-
 def _word(config: KbitConfig) -> str:
     """What stands for a text that calibration finds itself; empty for data."""
     return config.calibrate if isinstance(config.calibrate, str) else ""
-
-
-def _source(model: nn.Module) -> dict[str, str | None]:
-    """Where what belongs to the model is, beside its name."""
-    return {"revision": getattr(model.config, "_commit_hash", None)}
 
 
 def _device(device_map) -> torch.device:

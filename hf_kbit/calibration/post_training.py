@@ -11,11 +11,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_kbit.calibration import stream
-from hf_kbit.calibration.data import WRITTEN, Text, size_of
+from hf_kbit.calibration.data import Text, size_of
 from hf_kbit.calibration.layerwise import Calibration, choose
 from hf_kbit.calibration.solving import Solving, sort
 from hf_kbit.calibration.widths import measure as measure_widths
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.writing import chosen as chosen_text
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.plan.allocation import by_rule, config_of, spend, stored_weights
 from hf_kbit.plan.config import KbitConfig, config_or
@@ -224,14 +224,10 @@ def _read(
     model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
 ) -> tuple[list[torch.Tensor], str]:
     """Token ids, and what reports call them. ``measured``: whether widths are chosen on them too, which takes more."""
-    name = text.name
-    if text.data is None and calibrate and solving.needs_little and not measured:
-        text = text.little()
-    elif text.data is None:
-        amount = (text.sequences, text.length) if calibrate else MEASURED
-        how = {"tokenizer": text.tokenizer, "tune": calibrate and solving.tune, "device": device, "progress": True}
-        text = replace(text, data=write(model, *amount, **how))
-        name = name if text.data is None else WRITTEN
+    amount = (text.sequences, text.length) if calibrate else MEASURED
+    little = calibrate and solving.needs_little and not measured
+    how = {"tune": calibrate and solving.tune, "device": device, "progress": True}
+    text, name = chosen_text(model, text, little, amount, **how)
     return text.ids(model), name
 
 

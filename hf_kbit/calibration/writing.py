@@ -1,6 +1,7 @@
 """Calibration data that needs no data: text that the model itself writes, as token ids."""
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from transformers import (
 )
 
 from hf_kbit.calibration import stream, tuning
-from hf_kbit.calibration.data import amount, check_ids, positions, spread, text_of, tokenizer_of
+from hf_kbit.calibration.data import Text, amount, check_ids, positions, spread, text_of, tokenizer_of
 
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
@@ -93,6 +94,26 @@ def write(
         stacklevel=2,
     )
     return None
+
+
+def chosen(
+    model: PreTrainedModel,
+    text: Text,
+    little: bool,
+    amount: tuple[int | None, int | None],
+    *,
+    tune: int | bool = False,
+    device: torch.device | str | None = None,
+    progress: bool = False,
+    **source: Any,
+) -> tuple[Text, str]:
+    """What is read, and what reports call it: the data, or, without any, so much that the model writes, or if a little
+    does, that of the built-in set."""
+    if text.data is not None or little:
+        return (text if text.data is not None else text.little()), text.name
+    how = {"tokenizer": text.tokenizer, "tune": tune, "device": device, "progress": progress}
+    own = write(model, *amount, **how, **source)
+    return replace(text, data=own), text.name if own is None else "text that the model wrote"
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -80,6 +80,7 @@ TRANSFORMERS_NAMES = (
     Name(f"{_QUANTIZER}.param_element_size", ("self", "model", "param_name", "param")),
     Name(f"{_QUANTIZER}.param_needs_quantization", ("self", "model", "param_name")),
     Name(f"{_QUANTIZER}.postprocess_model", ("self", "model")),
+    Name(f"{_QUANTIZER}.update_device_map", ("self", "device_map")),
     Name(f"{_QUANTIZER}.update_weight_conversions", ("self", "weight_conversions")),
     Name(f"{_QUANTIZER}.validate_environment", ("self",)),
 )

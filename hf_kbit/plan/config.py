@@ -287,7 +287,7 @@ class KbitConfig(QuantizationConfigMixin):
         return entries
 
     def __deepcopy__(self, memo: dict) -> "KbitConfig":
-        copied = copy.copy(self)  # data may be an iterator
+        copied = copy.copy(self)  # data may be large, and nobody writes into it
         own = {name: value for name, value in vars(self).items() if name != "calibrate"}
         vars(copied).update(copy.deepcopy(own, memo))
         return copied

@@ -28,7 +28,7 @@ from transformers import (
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.calibration import layerwise
+from hf_kbit.calibration import writing
 from hf_kbit.calibration.data import PROMPTS
 from hf_kbit.calibration.loading import class_to_load, load
 from hf_kbit.calibration.solving import METHODS
@@ -85,7 +85,7 @@ def test_without_data_weighted_reads_a_little_of_the_built_in_set(name, monkeypa
     model, other, free = (BY_NAME[name].build(vocab_size=256) for _ in range(3))
     how = {"method": "weighted", "bits": 3, "tokenizer": byte_tokenizer()}
     hf_kbit.calibrate(other, PROMPTS, sequences=16, length=256, **how)
-    monkeypatch.setattr(layerwise, "write", None)
+    monkeypatch.setattr(writing, "write", None)
     assert same(tensors(hf_kbit.calibrate(model, **how)), tensors(other))
     hf_kbit.quantize_model(free, bits=3)
     assert not same(tensors(model), tensors(free))

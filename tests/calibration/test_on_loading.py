@@ -4,6 +4,7 @@ import copy
 import json
 from pathlib import Path
 
+import gpt_oss
 import pytest
 import torch
 from byte_tokenizer import byte_tokenizer
@@ -18,6 +19,12 @@ from hf_kbit.integrations.transformers.cards import model_card
 
 IDS = torch.randint(256, (8, 24), generator=torch.Generator().manual_seed(0))
 TEXT = ["Some words, which are not many. " * 20, "And others, of which there are more. " * 20]
+
+
+@pytest.fixture
+def loads_nothing(monkeypatch):
+    fail = staticmethod(lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(PreTrainedModel, "_load_pretrained_model", fail)
 
 
 @pytest.fixture
@@ -72,6 +79,18 @@ def test_is_as_calibrate(folder, tmp_path, calibrate, others, as_calibrate, told
     assert ("Tuned after that" in card) == bool(others.get("tune"))
 
 
+def test_cards_name_files_without_folders(folder, tmp_path):
+    (tmp_path / "rows.txt").write_text(" ".join(TEXT))
+    card = model_card(load(folder, calibrate=tmp_path / "rows.txt"), "model").text
+    assert "tokens of rows.txt." in card and str(tmp_path) not in card
+
+
+def test_a_checkpoint_in_mxfp4_is_refused_before_anything_is_loaded(tmp_path, loads_nothing):
+    gpt_oss.save(tmp_path, experts=2, hidden=32, inner=32, layers=1)
+    with pytest.raises(ValueError, match=r"calibrate: found .* in MXFP4"):
+        load(tmp_path, calibrate=IDS)
+
+
 def test_a_mean(folder):
     """Gets widths by what they cost on the data."""
     model = load(folder, bits=3.5, calibrate=IDS)
@@ -98,20 +117,14 @@ def test_goes_on(folder, tmp_path, monkeypatch):
         ({"calibrate": [1, 2]}, "data: found"),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_is_loaded(folder, monkeypatch, config, error):
-    monkeypatch.setattr(
-        PreTrainedModel, "_load_pretrained_model", staticmethod(lambda *_, **__: pytest.fail("loaded"))
-    )
+def test_what_cannot_be_is_refused_before_anything_is_loaded(folder, loads_nothing, config, error):
     with pytest.raises((TypeError, ValueError, OSError), match=error):
         load(folder, **config)
 
 
-def test_no_tokenizer_is_refused_before_anything_is_loaded(folder, monkeypatch):
+def test_no_tokenizer_is_refused_before_anything_is_loaded(folder, loads_nothing):
     for file in folder.glob("tokenizer*"):
         file.unlink()
-    monkeypatch.setattr(
-        PreTrainedModel, "_load_pretrained_model", staticmethod(lambda *_, **__: pytest.fail("loaded"))
-    )
     with pytest.raises(ValueError, match="tokenizer: found none"):
         load(folder, calibrate="weighted")
 

@@ -10,10 +10,10 @@ loaded, new heads initialised, hooks for offloading attached, and ``_process_mod
 """
 
 import copy
-import importlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from functools import partial
+from types import ModuleType
 
 import torch
 import torch.distributed as dist
@@ -52,16 +52,12 @@ from hf_kbit.plan.plan import Outcome, Plan
 from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor
 
 
-def calibrating():
-    """What calibrates while a model loads: a room above this one."""
-    return importlib.import_module("hf_kbit.calibration.on_loading")
-
-
 @register_quantizer("kbit")
 class KbitHfQuantizer(HfQuantizer):
     """See the header of this file, and ``HfQuantizer`` for when each method is called."""
 
     requires_calibration = False
+    on_loading: Callable[[], ModuleType]  # calibration.on_loading, a room above this one, which the package puts here
 
     def __init__(self, quantization_config: KbitConfig, **kwargs):
         # A copy: the quantizer writes into it what files say of one model, and users reuse their config.
@@ -80,6 +76,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
         self.exl3: exl3.Folder | None = None  # the checkpoint, if it is one
         self.device_map: object = None
+        self.text: object = None  # what the model is to read, if it is calibrated
         self.columns: dict[str, torch.Tensor] = {}  # column scales of a model that processes are about to share
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
         self.plan: Plan | None = None  # of the model, while it is loaded
@@ -149,7 +146,8 @@ class KbitHfQuantizer(HfQuantizer):
             tensors = fit.read_unpacked(checkpoint_files or ())
             self.mxfp4 = mxfp4.projections(tensors)
             if self.calibrates:
-                calibrating().check(model, self.quantization_config, self.device_map, self.mxfp4)
+                how = self.device_map, self.mxfp4
+                self.text = self.on_loading().prepare(model, self.quantization_config, *how)
                 return
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], Names(model, conversions))
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
@@ -233,9 +231,8 @@ class KbitHfQuantizer(HfQuantizer):
         for first, *others in self.made_together:
             if first in param_name:
                 names += [param_name.replace(first, other, 1) for other in others]
-        if self.pre_quantized or self.calibrates:
-            return False
-        return any(placeholder(model, name) is not None for name in names)
+        on_the_fly = not self.pre_quantized and not self.calibrates
+        return on_the_fly and any(placeholder(model, name) is not None for name in names)
 
     def get_quantize_ops(self) -> ConversionOps:
         return KbitQuantize(self)
@@ -283,7 +280,7 @@ class KbitHfQuantizer(HfQuantizer):
         if self.calibrates:
             del model.hf_quantizer, model.config.quantization_config, model.quantization_method
             model.is_quantized = False
-            calibrating().run(model, self.quantization_config, self.device_map)
+            self.on_loading().run(model, self.quantization_config, self.text, self.device_map)
             return
         what = "the files were not saved with the config" if self.pre_quantized else "cannot quantize the checkpoint"
         refuse(self.problems, what)
