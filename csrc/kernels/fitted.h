@@ -73,4 +73,16 @@ constexpr MmaCycles kMma{425, 15, 3000, 5000, 55};
 // Of 8-bit inputs, by instructions; it chooses the best plan in seven of eight swept cells. 2026-11-27.
 constexpr MmaCycles kMmaInt8{465, 7.5, 3000, 5000, 55};
 
+// trellis/many_tokens.cu, in cycles; steps of int8 are estimates, and what decodes first was fitted to 256 to 8,192
+// tokens of 8192 x 8192 and 4096 x 4096 (docs/lab/2026-11-29-trellis-gpu.md). 2026-11-28, 2026-11-29.
+namespace many_trellis {
+constexpr int kSteps[2][4] = {{1050, 1200, 1900, 2800},
+                              {1900, 2000, 2900, 3800}};  // float16, int8; tiles of 32 to 256
+constexpr double kUnit = 3000, kUnitToken = 12;           // what a unit costs besides
+constexpr double kSum = 0.15;                             // of 128 rows and a token
+constexpr double kDecode = 4000, kDecodeTile = 0.2, kDecodedStep = 2900, kDecodedUnit = 6000;
+// Numbers of the weights of a launch from which on it is quicker than few_tokens.cu from the ninth token on.
+constexpr int kLarge = 3 << 23;
+}  // namespace many_trellis
+
 }  // namespace hf_kbit::fitted

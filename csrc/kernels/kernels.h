@@ -299,8 +299,8 @@ struct ManyTrellisRoom {
 };
 
 // Up to kTrellisParts products of the same x, across, bits, code, in_features and block, or one of experts. Of as many
-// tokens as many_trellis_tokens (a plan's) says, or any number of int8 or of experts; out_features and
-// in_features are at most kMostFeatures, of int8 kMostInt8TrellisFeatures, sums of a part at most 2**31. Compute
+// tokens as many_trellis_tokens (a plan's) says, or any number of int8 or of experts; out_features and in_features are
+// at most kMostFeatures, of int8 kMostInt8TrellisFeatures, sums of those who divide K at most 2**31 each. Compute
 // capability 9.0.
 cudaError_t many_trellis_tokens(const std::vector<TrellisProduct>& products, const TrellisExperts& experts,
                                 Dtype dtype, int64_t tokens, const ManyTrellisPlan& plan, const ManyTrellisRoom& room,

@@ -41,8 +41,7 @@ OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
 # Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts.
 MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS = 2**15, 16, 2**12
-# On Hopper those for many tokens are quicker from the ninth one on, if weights together have so many numbers.
-MOST_FEW_TOKENS_OF_LARGE, LARGE = 8, 3 * 2**23
+MOST_FEW_TOKENS_OF_LARGE = 8  # if weights are large, on Hopper, where kernels for many tokens are quicker for more
 MOST_IN_A_LAUNCH = 4  # weights
 # Of those for many tokens: rows or columns, columns of 8-bit inputs, results.
 MOST_FEATURES, MOST_INT8_FEATURES, MOST_SUMS = 2**27, 2**17, 2**31
@@ -154,7 +153,7 @@ def _are_few(x: torch.Tensor, rows: int) -> bool:
     a time."""
     if x.numel() == 0 or x.shape[-1] > MOST_IN_WHOLE_NUMBERS or not _is_half_on_gpu(x):
         return False
-    are_large = rows * x.shape[-1] >= LARGE and _most_many(x) > 0
+    are_large = _most_many(x) > 0 and rows * x.shape[-1] >= native.large_trellis()
     most = MOST_FEW_TOKENS_OF_LARGE if are_large else MOST_FEW_TOKENS
     return x.numel() <= most * x.shape[-1] or native.batch_invariant
 
@@ -179,7 +178,7 @@ def _have_places(rows: int, *svhs: torch.Tensor) -> bool:
 
 
 def _by_kernels(x, biases, words, suhs, svhs, rows, code, block, int8: bool) -> list[torch.Tensor] | None:
-    """Products of x by weights of one width in a launch, or None where no kernel decodes them in registers."""
+    """Products of x by weights of one width in a launch, or None where no kernel decodes as it multiplies."""
     of_each = biases, words, suhs, svhs, rows
     if code == "mul1" and _are_few(x, sum(rows)):
         return _few(x, *of_each, block)
@@ -189,6 +188,14 @@ def _by_kernels(x, biases, words, suhs, svhs, rows, code, block, int8: bool) -> 
     if int8 or 0 < x.numel() <= most * width:
         return OPS.gemm_trellis_many(x, *of_each, code, block, int8)
     return None
+
+
+def _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, int8: bool) -> torch.Tensor | None:
+    """``_by_kernels`` of one weight, which has to have as many columns as x."""
+    if x.shape[-1] != shape[1]:
+        raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {shape[1]}], the in_features of the weight")
+    y = _by_kernels(x, [bias], [words], [suh], [svh], [shape[0]], code, block, int8)
+    return None if y is None else y[0]
 
 
 def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
@@ -235,9 +242,9 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 )
 def _(x, bias, words, suh, svh, shape, code, block):
     _check_can_multiply(x, shape, code)
-    y = _by_kernels(x, [bias], [words], [suh], [svh], [shape[0]], code, block, False)
+    y = _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, False)
     if y is not None:
-        return y[0]
+        return y
     if _makes_dense(x, suh, svh, block):
         return F.linear(x, OPS.dense_trellis(words, suh, svh, shape, code, x.dtype), bias)
     matrix = _inner(words, code, x.dtype).mT
@@ -250,8 +257,8 @@ def _(x, bias, words, suh, svh, shape, code, block):
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
-    y = _by_kernels(x, [bias], [words], [suh], [svh], [shape[0]], code, block, True)
-    return OPS.gemm_trellis(x, bias, words, suh, svh, shape, code, block) if y is None else y[0]
+    y = _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, True)
+    return OPS.gemm_trellis(x, bias, words, suh, svh, shape, code, block) if y is None else y
 
 
 # Several weights, of which ``inductor`` joins products.

@@ -35,9 +35,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     const int strip = min(4 * piece + t, arguments.across - 1);
     const uint32_t* from = arguments.parts[part].words + (int64_t{strip} * down + own_row) * (8 * bits) + g * bits;
     uint32_t own[bits + 1];
-#pragma unroll
-    for (int i = 0; i < bits; ++i) own[i + 1] = __ldg(from + i);
-    own[0] = __shfl_sync(0xFFFFFFFF, own[bits], (lane + 28) % 32);
+    load_words(from, lane, own);
     // Of row g and m its words of four lanes are side by side, then those of row g + 8: lane t takes m = t of all.
     uint4* to = reinterpret_cast<uint4*>(weights + (int64_t{row} * kTrellisTile + g) * pieces * kManyTrellisPiece) +
                 int64_t{piece} * (kManyTrellisPiece / 16) + t;
@@ -54,7 +52,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
             for (int i = 0; i < 4; ++i) {
                 if (i & distance) continue;
                 uint32_t &low = of_m[i], &high = of_m[i + distance];
-                const uint32_t other = __shfl_xor_sync(0xFFFFFFFF, upper ? low : high, distance);
+                const uint32_t other = __shfl_xor_sync(kAllLanes, upper ? low : high, distance);
                 (upper ? low : high) = other;
             }
         }
@@ -62,6 +60,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
     }
 }
 
+// Shared memory of a CTA: stages of boxes of both sides, a tile's sums, and barriers.
 struct Ring {
     static constexpr int kTokens = 256, kWarps = 8, kFinishers = 3, kThreads = 32 * (kWarps + 1 + kFinishers);
     static constexpr int kWeightBytes = kManyTrellisRows * 128, kStageBytes = kWeightBytes + kTokens * 128;
@@ -195,7 +194,7 @@ __global__ void __launch_bounds__(Ring::kThreads, 1)
         extern __shared__ __align__(1024) char smem[];
         constexpr uint32_t kAlign = kManyTrellisAlign;
         const Ring ring((shared_address(smem) + kAlign - 1) / kAlign * kAlign);
-        const int warp = __shfl_sync(0xFFFFFFFF, static_cast<int>(threadIdx.x) / 32, 0);
+        const int warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / 32, 0);
         if (threadIdx.x == 0) {
             for (int i = 0; i < Ring::kStages; ++i) {
                 init_barrier(ring.full + 8 * i, 1);
@@ -209,12 +208,10 @@ __global__ void __launch_bounds__(Ring::kThreads, 1)
         let_next_kernel_start();
         if (warp < Ring::kWarps) {
             multiply<kOctets>(arguments, outputs, ring, warp);
-        } else {
-            if (warp < Ring::kWarps + Ring::kFinishers) {
-                finish<kOctets>(arguments, outputs, ring, warp - Ring::kWarps);
-            } else if (threadIdx.x % 32 == 0) {
-                bring(weights, inputs, arguments, ring);
-            }
+        } else if (warp < Ring::kWarps + Ring::kFinishers) {
+            finish<kOctets>(arguments, outputs, ring, warp - Ring::kWarps);
+        } else if (threadIdx.x % 32 == 0) {
+            bring(weights, inputs, arguments, ring);
         }
     } else {
         __trap();

@@ -31,19 +31,6 @@ __device__ __forceinline__ void multiply_halves(uint32_t (&d)[2], const uint32_t
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]), "r"(0));
 }
 
-// As many words as fit into one load at a time.
-template <int bits>
-__device__ __forceinline__ void load_words(const uint32_t* from, uint32_t* to) {
-    constexpr int each = bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
-    using Load = std::conditional_t<each == 4, uint4, std::conditional_t<each == 2, uint2, uint32_t>>;
-#pragma unroll
-    for (int i = 0; i < bits; i += each) {
-        const Load loaded = __ldg(reinterpret_cast<const Load*>(from + i));
-#pragma unroll
-        for (int j = 0; j < each; ++j) to[i + j] = reinterpret_cast<const uint32_t*>(&loaded)[j];
-    }
-}
-
 template <typename T, int bits, Code code>
 __global__ void __launch_bounds__(kThreads)
     dense_trellis_kernel(const uint32_t* words, const __half* suh, const __half* svh, int blocks_across,
@@ -74,8 +61,7 @@ __global__ void __launch_bounds__(kThreads)
             const int64_t column = block_across * kBlockTiles + 4 * u + t,
                           row = block_down * kBlockTiles + 2 * warp + i;
             uint32_t own[bits + 1];
-            load_words<bits>(words + (((matrix * across + column) * down + row) * 8 + g) * bits, own + 1);
-            own[0] = __shfl_sync(kAllLanes, own[bits], (lane + 28) % 32);
+            load_words(words + (((matrix * across + column) * down + row) * 8 + g) * bits, lane, own);
 #pragma unroll
             for (int m = 0; m < 4; ++m) {
 #pragma unroll

@@ -47,8 +47,8 @@ __device__ __forceinline__ void add_piece(uint4 piece, float (&sums)[8]) {
     }
 }
 
-// By all lanes of a warp; of rows that are `there`, and are all rows of inputs, one part's behind the other's, or of
-// experts. values: [j][i]. kOctets: outputs.octets().
+// By all lanes of a warp: turns sums, values [j][i], and stores them if the row is `there`. row: of inputs, those of
+// one part behind those of the other; row_tile: of all parts. kOctets: outputs.octets().
 template <bool kOctets, typename T>
 __device__ __forceinline__ void store_outputs(const ManyTrellisOutputs<T>& of, int part, float (&values)[4][8],
                                               int row, int row_tile, bool there, int weight) {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "common/trellis.h"
+#include "kernels/fitted.h"
 #include "kernels/plan.h"
 
 namespace hf_kbit {
@@ -99,11 +100,10 @@ constexpr int64_t many_trellis_decoded(const ManyTrellisPlan& plan, int64_t acro
     return plan.decodes ? plan.row_tiles * kManyTrellisRows * many_trellis_width(across * kTrellisTile) : 0;
 }
 
-// The least time by what a prototype took on Hopper, in cycles: of a step, and what a unit costs besides; of each
-// further part what it costs to add its sums. Steps of int8 are estimates.
+// The least time by what was measured on Hopper (fitted.h).
 inline ManyTrellisPlan plan_many_trellis(int64_t across, const std::vector<int64_t>& downs, int64_t tokens, bool int8,
                                          const Gpu& gpu) {
-    constexpr int kSteps[2][4] = {{1050, 1200, 1900, 2800}, {1900, 2000, 2900, 3800}};
+    using namespace fitted::many_trellis;
     const int steps = many_trellis_steps(across, int8);
     int row_tiles = 0;
     for (const int64_t down : downs) row_tiles += static_cast<int>(ceil_div(down, kManyTrellisTiles));
@@ -118,8 +118,8 @@ inline ManyTrellisPlan plan_many_trellis(int64_t across, const std::vector<int64
         const int most_split = std::clamp(steps / many_trellis_groups(token_tile), 1, 8);
         for (int split = 1; split <= most_split; ++split) {
             const int64_t units = tiles * split;
-            const double unit = static_cast<double>(ceil_div(steps, split)) * step + 3000 + 12 * token_tile;
-            const double sums = static_cast<double>(split) * static_cast<double>(tokens * row_tiles) * 0.15;
+            const double unit = static_cast<double>(ceil_div(steps, split)) * step + kUnit + kUnitToken * token_tile;
+            const double sums = static_cast<double>(split) * static_cast<double>(tokens * row_tiles) * kSum;
             const double time = static_cast<double>(ceil_div(units, gpu.processors)) * unit + sums;
             if (best.token_tile != 0 && time >= best_time) continue;
             const auto ctas = static_cast<int>(std::min<int64_t>(units, gpu.processors));
@@ -130,8 +130,8 @@ inline ManyTrellisPlan plan_many_trellis(int64_t across, const std::vector<int64
     if (int8) {
         const auto token_tiles = static_cast<int>(ceil_div(tokens, 256));
         const int64_t units = int64_t{row_tiles} * token_tiles;
-        const double decode = 4000 + 0.2 * static_cast<double>(across * row_tiles * kManyTrellisTiles),
-                     unit = steps * 2900.0 + 6000;
+        const double tiles = static_cast<double>(across * row_tiles * kManyTrellisTiles);
+        const double decode = kDecode + kDecodeTile * tiles, unit = steps * kDecodedStep + kDecodedUnit;
         const double time = decode + static_cast<double>(ceil_div(units, gpu.processors)) * unit;
         const auto ctas = static_cast<int>(std::min<int64_t>(units, gpu.processors));
         if (time < best_time) best = {256, token_tiles, row_tiles, 1, ctas, int8, true};

@@ -1,10 +1,12 @@
-// Products by a trellis on Hopper, in float16 or int8: of more than 16 tokens, or of any by codes other than mul1.
+// Products by a trellis on Hopper, in float16 or int8: of more than 16 tokens, of large weights 8, or of any by codes
+// other than mul1.
 //
 //   words   32-bit ones [K/16, N/16, 8 * bits]      x  float16 or bfloat16 [M, K]      y  the same [M, N]
 //
-// Three kernels, which overlap. `turn` turns tokens and makes them float16, each with a power of two by which its
-// largest number is 256 to 512, or rounds them to 127 steps. `multiply` (many_tokens.cuh) adds up products; CTAs may
-// divide K. `finish` adds up their sums, turns and scales them.
+// Several weights of one x, parts, lie one below the other, and so do their inputs. Three kernels, which overlap.
+// `turn` turns tokens and makes them float16, each with a power of two by which its largest number is 256 to 512, or
+// rounds them to 127 steps. `multiply` (many_tokens.cuh) adds up products; CTAs may divide K. `finish` adds up their
+// sums, turns and scales them. Of very many tokens of int8 the last two are those of decoded_int8.cu.
 //
 // Of experts, whose rows of x follow each other, `list_tiles` first finds which tiles there are. Where several weights
 // of an expert lie one below the other, their inputs do too: row v of these is row v % M of x, for weight v / M of its
@@ -55,7 +57,7 @@ constexpr int kTurnThreads = 1024;  // of a processor
 // Of the 64 columns that two lanes share a lane has half: columns 16 t + 8 h to 16 t + 8 h + 7, of lane h.
 __device__ __forceinline__ int first_of_chunk(int chunk) { return chunk / 2 * 64 + chunk % 2 * 8; }
 
-// load(first): eight columns of x times those of suh.
+// load(t, first, to): octet t of a chunk, which begins with column `first`, times those of suh.
 template <typename Load>
 __device__ __forceinline__ void turn_chunk(int chunk, int block, float (&values)[4][8], const Load& load) {
 #pragma unroll
@@ -101,14 +103,14 @@ __device__ __forceinline__ int store_int8(const uint32_t (&two)[4][4], int8_t* t
     return sum;
 }
 
-// CTAs take rows of inputs in turns, float16 or int8 [rows, width], the columns of each 64 as many_tokens.cuh wants
-// them. units [rows]; of int8 the sums of rows; of experts which weight the row has, or one beyond the last. Of plain
-// rows, whole octets that one turn has all of, of no experts, a thread asks for its part of the next one early; these
-// have a kernel of their own, whose instructions follow each other.
 struct ManyTrellisScales {
     const __half* of_parts[kTrellisParts];
 };
 
+// CTAs take rows of inputs in turns, float16 or int8 [rows, width], the columns of each 64 as many_tokens.cuh wants
+// them. units [rows]; of int8 the sums of rows; of experts which weight the row has, or one beyond the last. Of plain
+// rows, whole octets that one turn has all of, of no experts, a thread asks for its part of the next one early; these
+// have a kernel of their own, whose instructions follow each other.
 template <typename T, typename Input, int kThreads, bool kPlain>
 __global__ void __launch_bounds__(kThreads, kTurnThreads / kThreads)
     turn_many_kernel(const T* gmem_x, const __grid_constant__ ManyTrellisScales scales, TrellisExperts experts,

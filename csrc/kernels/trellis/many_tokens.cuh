@@ -388,7 +388,7 @@ cudaError_t multiply_many_trellis_mcg(const CUtensorMap& map, const ManyTrellisA
 cudaError_t multiply_many_trellis_3inst(const CUtensorMap& map, const ManyTrellisArguments& arguments, int bits,
                                         const ManyTrellisPlan& plan, const Gpu& gpu, cudaStream_t stream);
 
-// By a weight that is decoded into memory first, int8 [16 * down, many_trellis_width] (decoded_int8.cu).
+// By a weight that is decoded into memory first, int8 [128 * row_tiles, many_trellis_width] (decoded_int8.cu).
 template <typename T>
 cudaError_t multiply_decoded_int8(const CUtensorMap& map, const ManyTrellisArguments& arguments,
                                   const ManyTrellisOutputs<T>& outputs, int bits, int8_t* weights,

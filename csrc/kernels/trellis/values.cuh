@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "common/trellis.h"
 
@@ -57,6 +58,21 @@ template <Code code, int count>
 __device__ __forceinline__ __half2 two_weights(const uint32_t (&words)[count], int first) {
     constexpr int bits = count - 1;
     return two_values<code>(window(words, (first + 1) * bits), window(words, (first + 2) * bits));
+}
+
+// Of a tile in memory the words of lane 4 g + t, those of four lanes of EXL3's order, behind the word before them: as
+// many as fit into one load at a time.
+template <int count>
+__device__ __forceinline__ void load_words(const uint32_t* from, int lane, uint32_t (&to)[count]) {
+    constexpr int bits = count - 1, each = bits % 4 == 0 ? 4 : bits % 2 == 0 ? 2 : 1;
+    using Load = std::conditional_t<each == 4, uint4, std::conditional_t<each == 2, uint2, uint32_t>>;
+#pragma unroll
+    for (int i = 0; i < bits; i += each) {
+        const Load loaded = __ldg(reinterpret_cast<const Load*>(from + i));
+#pragma unroll
+        for (int j = 0; j < each; ++j) to[1 + i + j] = reinterpret_cast<const uint32_t*>(&loaded)[j];
+    }
+    to[0] = __shfl_sync(0xFFFFFFFF, to[bits], (lane + 28) % 32);
 }
 
 }  // namespace hf_kbit::cuda
