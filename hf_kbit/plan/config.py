@@ -61,9 +61,9 @@ class KbitConfig(QuantizationConfigMixin):
             (``hf_kbit.set_inputs``); quantizing is the same. Saved as a wish beside ``quantization_config``. None:
             inputs stay in 16 bits.
         calibrate: quantizes with data while the model loads (docs/calibration.md). ``"weighted"``: a little of a
-            built-in text, in seconds; ``"own"``: text that the model writes; or what the model is for: a list of
-            texts, a ``pathlib.Path`` of a text file, token ids, or what else ``hf_kbit.calibrate`` takes as data. No
-            file has the text. None: without data.
+            built-in text, in seconds on a GPU; ``"own"``: text that the model writes; or what the model is for: a list
+            of texts, a ``pathlib.Path`` of a text file, token ids, or what else ``hf_kbit.calibrate`` takes as data.
+            No file has the text. None: without data.
         tune: with ``calibrate``, then trains what is stored for so many steps; True: as many as are usual.
         resume: with ``calibrate``, a folder for what is finished: the same call goes on after an interruption.
         quant_method: ``"kbit"``.
