@@ -6,13 +6,12 @@ import itertools
 import pytest
 import torch
 from torch.nn import functional as F
+from trellises import TOLERANCES, in_whole_numbers, near, of_experts, operands, weight
 
 import hf_kbit
-from hf_kbit.format.transforms import butterflies
-from hf_kbit.format.trellis import CODES, INPUT, OUTPUT, TILE, TrellisDecoding, decode, sums, windows
+from hf_kbit.format.trellis import CODES, TrellisDecoding, decode
 from hf_kbit.ops import native
 from hf_kbit.ops import trellis as ops
-from hf_kbit.weight.tensor import KbitTensor, Packed
 
 OPS = torch.ops.hf_kbit
 SETTINGS = {
@@ -21,26 +20,6 @@ SETTINGS = {
     "one bit": (TrellisDecoding(1, "3inst", block=32), 64, 96),
     "eight bits": (TrellisDecoding(8), 256, 128),
 }
-TOLERANCES = {torch.float32: 3e-6, torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float64: 1e-13}
-
-
-def weight(decoding: TrellisDecoding, *shape: int) -> KbitTensor:
-    """Random codes, with scales as weights of some hundredths have."""
-    generator, tensors = torch.Generator().manual_seed(0), {}
-    for name, (dtype, size) in decoding.layout(shape).items():
-        if dtype == torch.int16:
-            tensors[name] = torch.randint(-(2**15), 2**15, size, generator=generator).short()
-        else:
-            tensors[name] = (torch.randn(size, generator=generator) * (0.05 if name == "suh" else 1)).half()
-    return KbitTensor.of(Packed(tensors, decoding), shape, torch.float32)
-
-
-def operands(packed: KbitTensor) -> tuple:
-    return packed.words, packed.suh, packed.svh, list(packed.matrix), packed.decoding.code, packed.decoding.block
-
-
-def near(found: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> bool:
-    return bool((found.double() - exact).norm() < TOLERANCES[dtype] * exact.norm())
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -89,27 +68,6 @@ def test_a_weight_of_several_slices():
     assert near(F.linear(x, packed), exact, torch.float32)
 
 
-def in_whole_numbers(x: torch.Tensor, packed: KbitTensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """What CPUs compute for few tokens of 16 bits, to the last bit (docs/internals.md)."""
-    block, (rows, width) = packed.decoding.block, packed.matrix
-
-    def rotated(numbers: torch.Tensor) -> torch.Tensor:
-        return butterflies(numbers.reshape(-1, block).T.contiguous()).T.reshape(numbers.shape)
-
-    padding = len(packed.suh) - width
-    turned = rotated(F.pad(x.float() * packed.suh[:width].float(), (0, padding)))
-    largest = turned.abs().amax(1, keepdim=True)
-    inputs = (turned * (torch.tensor(8191.0) / largest)).round().to(torch.int64)
-    own = windows(packed.words.transpose(-3, -2).contiguous())
-    whole = torch.empty((len(packed.svh), len(packed.suh)), dtype=torch.int64)
-    tiles = whole.view(len(own[0]), TILE, len(own), TILE).permute(2, 0, 1, 3)
-    tiles[..., OUTPUT, INPUT] = sums(own)
-    totals = 1774 * (inputs @ whole.T) - 905216 * inputs.sum(1, keepdim=True)
-    scale = largest * torch.tensor(1 / 8191) * (2.0**-18 / block)
-    y = (rotated(totals.float()) * scale * packed.svh.float())[:, :rows]
-    return (y if bias is None else y + bias.float()).to(x.dtype)
-
-
 @needs_library
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -132,28 +90,6 @@ def test_few_tokens_give_the_same_bits_on_every_cpu(bits, dtype):
         moved = around[start : start + words.numel()].view(words.shape).copy_(words)
         moved = moved if moved.shape == packed.words.shape else moved.transpose(0, 1)
         assert torch.equal(F.linear(x, packed.like(words=moved), bias), F.linear(x, packed, bias))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_few_tokens_give_the_bits_of_a_cpu_on_a_gpu(bits, dtype):
-    """Shapes that leave CTAs, warps and steps with less than a whole one, and K divided among CTAs."""
-    for (rows, width), block in (
-        ((7 * 32 + 2, 1000), 32),
-        ((5 * 64, 4600), 64),
-        ((128, 8192), 128),
-        ((4224, 256), 128),
-    ):
-        packed = weight(TrellisDecoding(bits, block=block), rows, width)
-        x, bias = torch.randn(16, width).to(dtype), torch.randn(rows).to(dtype)
-        x[3] = 0
-        exact = in_whole_numbers(x, packed, None).nan_to_num(0)
-        on_gpu = packed.moved("cuda")
-        for tokens in (1, 3, 4, 5, 8, 9, 16):
-            assert torch.equal(F.linear(x[:tokens].cuda(), on_gpu).cpu(), exact[:tokens])
-        exact = in_whole_numbers(x[:2], packed, bias)
-        assert torch.equal(F.linear(x[:2].cuda(), on_gpu, bias.cuda()).cpu(), exact)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -208,47 +144,6 @@ def test_several_weights_of_one_input(code, dtype, device):
                 assert all((y - z).norm() < 0.02 * z.norm() for y, z in zip(rounded, found, strict=True))
             found = ops.products(x[:, None], [None, None], [operands(packed[1]), operands(wide)], False)
             assert torch.equal(found[0][:, 0], alone[1]) and torch.equal(found[1][:, 0], F.linear(x, wide))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_many_tokens_on_a_gpu(bits, code, dtype):
-    """Shapes that leave tiles with less than a whole one, a single step, K divided among CTAs, several tiles of each;
-    a token of zeros, and one with NaN, which stays alone."""
-    for (rows, width), block in (((226, 1000), 32), ((320, 90), 64), ((300, 4600), 64), ((4224, 8192), 128)):
-        packed = weight(TrellisDecoding(bits, code, block=block), rows, width).moved("cuda")
-        x, bias = (torch.randn(size, device="cuda").to(dtype) for size in ((1100, width), (rows,)))
-        dense = packed.dequantize(torch.float64)
-        x[3] = 0
-        exact = x.double() @ dense.T
-        for tokens in (1, 9, 17, 33, 100, 255, 257, 1100):
-            assert near(F.linear(x[:tokens], packed), exact[:tokens], dtype)
-        y = F.linear(x[:40], packed, bias)
-        assert near(y, exact[:40] + bias.double(), dtype) and torch.equal(y[3], bias)
-        x[7, 5] = float("nan")
-        y = F.linear(x[:300], packed)
-        assert y[7].isnan().all() and not y[[*range(7), *range(8, 300)]].isnan().any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("code", CODES)
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_the_weight_itself_on_a_gpu(bits, code, dtype):
-    """It multiplies more tokens than kernels take, and gradients, of one matrix and of experts."""
-    for rows, width in ((300, 391), (130, 260)):
-        packed = weight(TrellisDecoding(bits, code, block=128), rows, width).moved("cuda")
-        made = torch.ops.hf_kbit.dense_trellis(*(packed.parts[n] for n in packed.files), [rows, width], code, dtype)
-        dense = packed.dequantize(torch.float64)
-        assert near(made, dense, dtype)
-        x = torch.randn(2500, width, device="cuda", dtype=dtype, requires_grad=True)
-        y = F.linear(x, packed)
-        assert near(y, x.double() @ dense.T, dtype)
-        grad = torch.randn_like(y)
-        y.backward(grad)
-        assert near(x.grad, grad.double() @ dense, dtype)
 
 
 @needs_library
@@ -326,13 +221,6 @@ def test_gradients_of_gradients():
     assert torch.autograd.gradgradcheck(product, (x,))
 
 
-def of_experts(stacked: int) -> tuple:
-    """Experts, of which one gets no rows, and rows of none."""
-    packed = weight(TrellisDecoding(3, block=64, stacked=stacked), 4, 128, 64)
-    rows = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 8, 0], dtype=torch.int32)
-    return packed, rows, torch.tensor([0, 3, 3, 7, 9], dtype=torch.int32)
-
-
 @pytest.mark.parametrize("swiglu", [False, True])
 @pytest.mark.parametrize("stacked", [1, 2])
 def test_experts(stacked, swiglu, device):
@@ -351,93 +239,11 @@ def test_experts(stacked, swiglu, device):
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def gathered_and_gated(y: torch.Tensor, x: torch.Tensor, offsets: torch.Tensor, packed: KbitTensor) -> None:
-    """y again, with x in another order, and x with a gate beside what it makes of it."""
-    order = torch.randperm(len(x), device=x.device)
-    again = ops.experts_product(x[order], None, order.argsort().int(), offsets, *operands(packed), False)
-    assert torch.equal(again, y)
-    gate = torch.randn_like(x)
-    hidden = (F.silu(gate.float()) * x.float()).to(x.dtype)
-    wanted = ops.experts_product(hidden, None, None, offsets, *operands(packed), False)
-    found = ops.experts_product(torch.cat([gate, x], -1), None, None, offsets, *operands(packed), True)
-    assert near(found, wanted.double(), x.dtype)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("stacked", [1, 2])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_few_rows_of_experts_on_a_gpu(bits, stacked, dtype):
-    """Each has the bits of a product by the weight of its expert alone; those of none are zeros."""
-    packed = weight(TrellisDecoding(bits, block=64, stacked=stacked), 14, stacked * 200, 330).moved("cuda")
-    x, offsets = torch.randn(7, 330, device="cuda").to(dtype), torch.tensor([0, 2, 2, 3] + 11 * [6], device="cuda")
-    y = ops.experts_product(x, None, None, offsets, *operands(packed), False)
-    gathered_and_gated(y, x, offsets, packed)
-    for row, expert in enumerate((0, 0, 2, 3, 3, 3)):
-        one = packed.matrix_at(expert)
-        parts = [one._one(part) for part in range(stacked)] if stacked > 1 else [one]
-        assert torch.equal(y[row], torch.cat([F.linear(x[row], part)[:200] for part in parts]))
-    assert not y[6].any()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_8_bit_inputs_on_a_gpu(bits, dtype):
-    """Of weights and inputs as they are rounded, which is off by what rounding takes, and no more."""
-    if native.cuda_arch(torch.device("cuda")) < 900:
-        pytest.skip("no kernel of 8-bit inputs")
-    for (rows, width), block in (
-        ((7 * 32 + 2, 1000), 32),
-        ((5 * 64, 4600), 64),
-        ((4224, 256), 128),
-        ((128, 8192), 128),
-    ):
-        packed = weight(TrellisDecoding(bits, block=block), rows, width).moved("cuda")
-        exact, bias = packed.dequantize(torch.float64), torch.randn(rows, device="cuda").to(dtype)
-        x = torch.randn(8300, width, device="cuda").to(dtype)
-        x[:, :5] *= 3
-        x[3] = 0
-        of_whole = ops.product_int8(x, bias, *operands(packed))  # of a weight that is decoded first
-        for tokens in (17, 33, 70, 129, 300, 1500, 8300):
-            y = ops.product_int8(x[:tokens], bias, *operands(packed))
-            if width == 256:  # no CTAs divide K, and sums are whole numbers
-                assert torch.equal(y, of_whole[:tokens])
-            wanted = x[:tokens].double() @ exact.T + bias.double()
-            error = (y.double() - wanted).norm() / wanted.norm()
-            assert 1e-3 < error < 2e-2 and torch.equal(y[3], bias)
-        few = ops.product_int8(x[:16], bias, *operands(packed))
-        assert torch.equal(few, ops.product(x[:16], bias, *operands(packed)))
-        x[1, 7] = float("nan")
-        y = ops.product_int8(x[:40], bias, *operands(packed))
-        assert not y[1].isfinite().any() and y[2:].isfinite().all()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("stacked", [1, 2])
-@pytest.mark.parametrize("bits", range(1, 9))
-def test_many_rows_of_experts_on_a_gpu(bits, stacked, dtype):
-    """Experts without rows, with part of a tile and with several, rows of none, tiles of all sizes."""
-    code = list(CODES)[bits % 3]
-    packed = weight(TrellisDecoding(bits, code, block=64, stacked=stacked), 5, 200 * stacked, 330).moved("cuda")
-    exact = packed.dequantize(torch.float64)
-    for sizes in ((0, 1, 40, 2, 3), (64, 33, 100, 0, 0), (0, 0, 0, 0, 700), (130, 600, 0, 257, 90)):
-        offsets = torch.tensor([0, *sizes], device="cuda").cumsum(0).int()
-        x = torch.randn(sum(sizes) + 7, 330, device="cuda").to(dtype)
-        y = ops.experts_product(x, None, None, offsets, *operands(packed), False)
-        for expert, (start, stop) in enumerate(itertools.pairwise(offsets.tolist())):
-            assert near(y[start:stop], x[start:stop].double() @ exact[expert].T, dtype) or start == stop
-        assert not y[sum(sizes) :].any()
-        gathered_and_gated(y, x, offsets, packed)
-        rounded = ops.experts_product_int8(x, None, None, offsets, *operands(packed), False)
-        assert (rounded - y).norm() < 0.02 * y.norm() and not rounded[sum(sizes) :].any()
-
-
 @pytest.mark.parametrize(
     "op",
     [
         "gemm_trellis",
+        "gemm_trellis_inference",
         "gemm_trellis_int8",
         "gemm_trellis_gradient",
         "gemm_trellis_group",
@@ -451,6 +257,7 @@ def test_ops_are_ops(op):
     experts, rows, offsets = of_experts(2)
     calls = {
         "gemm_trellis": (x, torch.randn(100, requires_grad=True), *operands(packed)),
+        "gemm_trellis_inference": (x.detach(), torch.randn(100), *operands(packed)),
         "gemm_trellis_group": (x.detach(), [None], *([each] for each in operands(packed)[:3]), [100], "mcg", 64, True),
         "gemm_trellis_int8": (x.detach(), None, *operands(packed)),
         "gemm_trellis_gradient": (torch.randn(3, 100, requires_grad=True), *operands(packed)),
