@@ -13,33 +13,41 @@ namespace hf_kbit::cpu {
 
 namespace {
 
-// Of eight weights of a tile of a trellis that follow each other: from which word on four words have their windows, -1
-// for the last one; there the bytes of the two in which each window begins, and the upper byte of the one behind them;
-// and by which factor a window moves up.
+// Of 16 weights of a tile of a trellis that follow each other, eight of each half of a vector: from which word on four
+// words have the windows of a half, -1 for the last one; the bytes that make 32-bit numbers of which the windows of
+// weights 2 i begin in the first byte, and those of weights 2 i + 1; and how far the former move down, the latter up.
 struct WindowOrder {
-    alignas(16) uint8_t two[16] = {}, third[16] = {};
-    alignas(16) uint16_t up[8] = {};
-    int word = 0;
+    alignas(32) uint8_t even[32] = {}, odd[32] = {};
+    alignas(32) uint32_t down[8] = {}, up[8] = {};
+    int words[2] = {};
 
     constexpr WindowOrder() = default;
-    constexpr WindowOrder(int bits, int eight) {
-        const int first = 8 * bits * eight + bits - kWindowBits + 32;  // of a stream that the last word is before
-        word = first / 32 - 1;
-        word = word < 8 * bits - 4 ? word : 8 * bits - 4;
-        for (int i = 0; i < 8; ++i) {
-            const int bit = first + i * bits, byte = bit / 8, down = bit % 8;
-            two[2 * i] = place(byte + 1), two[2 * i + 1] = place(byte);
-            third[2 * i] = 0x80, third[2 * i + 1] = down ? place(byte + 2) : 0x80;
-            up[i] = static_cast<uint16_t>(1 << down);
+    constexpr WindowOrder(int bits, int part) {
+        for (int half = 0; half < 2; ++half) {
+            const int first = 8 * bits * (2 * part + half) + bits - kWindowBits + 32;  // the last word is before it
+            const int word = first / 32 - 1 < 8 * bits - 4 ? first / 32 - 1 : 8 * bits - 4;
+            words[half] = word;
+            for (int i = 0; i < 4; ++i) {
+                const int bit = first + 2 * i * bits, lane = 4 * half + i;
+                down[lane] = static_cast<uint32_t>(16 - bit % 8), up[lane] = static_cast<uint32_t>((bit + bits) % 8);
+                for (int byte = 0; byte < 4; ++byte) {
+                    even[4 * lane + 3 - byte] = place(bit / 8 + byte, word);
+                    odd[4 * lane + 3 - byte] = place((bit + bits) / 8 + byte, word);
+                }
+            }
         }
     }
-    constexpr uint8_t place(int byte) const { return static_cast<uint8_t>((byte / 4 - 1 - word) * 4 + 3 - byte % 4); }
+    // Beyond four words there are no bits of a window.
+    static constexpr uint8_t place(int byte, int word) {
+        const int found = (byte / 4 - 1 - word) * 4 + 3 - byte % 4;
+        return static_cast<uint8_t>(found < 16 ? found : 0x80);
+    }
 };
 
 constexpr auto kWindowOrders = [] {
-    std::array<std::array<WindowOrder, kTrellisSteps / 8>, kMostTrellisBits> orders{};
+    std::array<std::array<WindowOrder, kTrellisSteps / 16>, kMostTrellisBits> orders{};
     for (int bits = 1; bits <= kMostTrellisBits; ++bits) {
-        for (int eight = 0; eight < kTrellisSteps / 8; ++eight) orders[bits - 1][eight] = WindowOrder(bits, eight);
+        for (int part = 0; part < kTrellisSteps / 16; ++part) orders[bits - 1][part] = WindowOrder(bits, part);
     }
     return orders;
 }();
@@ -169,20 +177,17 @@ struct Avx2 {
         }
         static __m128i load(const uint32_t* data) { return _mm_loadu_si128(reinterpret_cast<const __m128i*>(data)); }
 
-        // A window is the two bytes in which it begins, moved up, and what comes down from the third one.
         H windows(int part) const {
-            const WindowOrder &low = orders[2 * part], &high = orders[2 * part + 1];
-            const H found =
-                joined(low.word < 0 ? first : load(words + low.word), high.word < 0 ? first : load(words + high.word));
-            const H two = _mm256_shuffle_epi8(found, joined(of(low.two), of(high.two)));
-            const H third = _mm256_shuffle_epi8(found, joined(of(low.third), of(high.third)));
-            const H up = joined(of(low.up), of(high.up));
-            return _mm256_or_si256(_mm256_mullo_epi16(two, up), _mm256_mulhi_epu16(third, up));
+            const WindowOrder& order = orders[part];
+            const auto of = [&](int word) { return word < 0 ? first : load(words + word); };
+            const H found = _mm256_set_m128i(of(order.words[1]), of(order.words[0]));
+            const H even = _mm256_srlv_epi32(_mm256_shuffle_epi8(found, all(order.even)), all(order.down));
+            const H odd = _mm256_sllv_epi32(_mm256_shuffle_epi8(found, all(order.odd)), all(order.up));
+            return _mm256_blend_epi16(even, odd, 0xAA);
         }
-        static H joined(__m128i low, __m128i high) { return _mm256_set_m128i(high, low); }
         template <class Numbers>
-        static __m128i of(const Numbers& numbers) {
-            return _mm_load_si128(reinterpret_cast<const __m128i*>(numbers));
+        static H all(const Numbers& numbers) {
+            return _mm256_load_si256(reinterpret_cast<const H*>(numbers));
         }
     };
 
