@@ -1,4 +1,4 @@
-// The op gemm_trellis on CPUs. The kernels are in csrc/cpu.
+// The ops gemm_trellis and gemm_trellis_inference on CPUs. The kernels are in csrc/cpu.
 #include <torch/csrc/stable/library.h>
 #include <torch/headeronly/util/Half.h>
 
@@ -230,7 +230,10 @@ Tensor gemm_trellis(const Tensor& x, const std::optional<Tensor>& bias, const Te
     return out;
 }
 
-STABLE_TORCH_LIBRARY_IMPL(hf_kbit, CPU, library) { library.impl("gemm_trellis", TORCH_BOX(&gemm_trellis)); }
+STABLE_TORCH_LIBRARY_IMPL(hf_kbit, CPU, library) {
+    library.impl("gemm_trellis", TORCH_BOX(&gemm_trellis));
+    library.impl("gemm_trellis_inference", TORCH_BOX(&gemm_trellis));
+}
 
 }  // namespace
 

@@ -40,8 +40,7 @@ def product(x, weight, absmax, codebook, bias, out_features, columns=None, rotat
     if forward_ad._current_level >= 0:
         how = out_features, columns, rotated
         return with_tangents(lambda x, bias: OPS.gemm(x, weight, absmax, codebook, bias, *how), x, bias)
-    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    op = _GEMM if wanted else _GEMM_INFERENCE
+    op = _GEMM if wants_gradient(x, bias) else _GEMM_INFERENCE
     return op(x, weight, absmax, codebook, bias, out_features, columns, rotated)
 
 
@@ -52,11 +51,14 @@ def product_int8(x, weight, absmax, codebook, bias, out_features, columns, inver
     return product(x, weight, absmax, codebook, bias, out_features, columns, True)
 
 
+def wants_gradient(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
+
+
 def can_round(x: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a product takes 8-bit inputs: not in float64, nor with a gradient or a tangent, which rounding has none
     of."""
-    wanted = torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad))
-    return not wanted and forward_ad._current_level < 0 and x.dtype != torch.float64
+    return not wants_gradient(x, bias) and forward_ad._current_level < 0 and x.dtype != torch.float64
 
 
 def with_tangents(multiply, x, bias=None):

@@ -17,7 +17,7 @@ from hf_kbit.format.reference import is_tiled
 from hf_kbit.ops import native
 
 OPS = torch.ops.hf_kbit
-TRELLIS = OPS.gemm_trellis.default, OPS.gemm_trellis_int8.default
+TRELLIS = OPS.gemm_trellis_inference.default, OPS.gemm_trellis_int8.default
 PRODUCTS = OPS.gemm_inference.default, OPS.gemm_int8.default, *TRELLIS
 
 

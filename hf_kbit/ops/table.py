@@ -90,16 +90,21 @@ def _fallback(name: str, check: Callable[..., Results]) -> Callable:
     return run
 
 
+def join_what_is_compiled() -> None:
+    """Has Inductor join products of one input, if it is about to compile. For fakes of products."""
+    if "torch._inductor.config" in sys.modules:
+        from hf_kbit.ops import inductor  # imports Inductor, which takes over a second
+
+        inductor.install()
+
+
 def _fake(schema: str, check: Callable[..., Results]) -> Callable:
     name, results, checked = schema.partition("(")[0], schema.rpartition("-> ")[2], _checked(check)
 
     def run(*args, **named):
         like, made = checked(*args, **named)
-        joined = name in ("gemm_inference", "gemm_int8")
-        if joined and "torch._inductor.config" in sys.modules:  # it is about to compile
-            from hf_kbit.ops import inductor  # imports Inductor, which takes over a second
-
-            inductor.install()
+        if name in ("gemm_inference", "gemm_int8"):
+            join_what_is_compiled()
         made = [like.new_empty(shape, dtype=dtype) for shape, dtype in made]
         return made[0] if results == "Tensor" else made if results == "Tensor[]" else tuple(made)
 

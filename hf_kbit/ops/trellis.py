@@ -2,10 +2,10 @@
 
     y = rotate(rotate(x * suh) @ inner.T) * svh + bias
 
-On a CPU the op ``gemm_trellis`` is the library's. On a GPU kernels decode in registers where they take x, else torch
-multiplies: by the weight itself, if ``dense_trellis`` makes it, or by what is between the rotations, decoded, with
-inputs and outputs rotated rather than the weight, which is larger. The gradient of x is the same with the two sides
-exchanged. Each decodes again, so that no dense weight stays in memory.
+On a CPU the ops ``gemm_trellis`` and ``gemm_trellis_inference`` are the library's. On a GPU kernels decode in
+registers where they take x, else torch multiplies: by the weight itself, if ``dense_trellis`` makes it, or by what is
+between the rotations, decoded, with inputs and outputs rotated rather than the weight, which is larger. The gradient
+of x is the same with the two sides exchanged. Each decodes again, so that no dense weight stays in memory.
 
 Here ``words`` are int16 ``[*, N / 16, K / 16, 16 * bits]``, any strides: the trellis of a file with its first two
 dimensions exchanged, so that rows come first. ``shape`` is ``(N, K)`` without the padding, ``block`` that of the
@@ -19,6 +19,7 @@ from functools import cache, partial
 from itertools import pairwise
 
 import torch
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.flop_counter import register_flop_formula
 
@@ -31,11 +32,12 @@ from hf_kbit.ops.autograd import (
     swiglu_backward,
     to_experts,
     to_tokens,
+    wants_gradient,
     wide,
     with_tangents,
 )
 from hf_kbit.ops.grouped import grouped_product, has_grouped_product, owners_of
-from hf_kbit.ops.table import LIBRARY
+from hf_kbit.ops.table import LIBRARY, join_what_is_compiled
 
 OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
@@ -50,7 +52,10 @@ MOST_FEATURES, MOST_INT8_FEATURES, MOST_SUMS = 2**27, 2**17, 2**31
 def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
     """``x @ W.T + bias``, x floating ``[*, K]``; differentiable in x and bias."""
     how = words, suh, svh, list(shape), code, block
-    return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
+    if forward_ad._current_level >= 0:
+        return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
+    # An op with autograd takes the host twice as long.
+    return (OPS.gemm_trellis if wants_gradient(x, bias) else OPS.gemm_trellis_inference)(x, bias, *how)
 
 
 def product_int8(x, bias, *weight) -> torch.Tensor:
@@ -101,6 +106,8 @@ def _op(schema: str, shape) -> Callable:
 
         @torch.library.register_fake(f"hf_kbit::{name}", lib=LIBRARY)
         def _(first, *others, **named):
+            if name in ("gemm_trellis_inference", "gemm_trellis_int8"):
+                join_what_is_compiled()
             dtype = others[-1] if isinstance(others[-1], torch.dtype) else first.dtype
             return first.new_empty(shape(first, *others, **named), dtype=dtype)
 
@@ -236,11 +243,7 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 # --- a matrix -------------------------------------------------------------------------------------
 
 
-@_op(
-    f"gemm_trellis(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
-    lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
-)
-def _(x, bias, words, suh, svh, shape, code, block):
+def _gemm(x, bias, words, suh, svh, shape, code, block):
     _check_can_multiply(x, shape, code)
     y = _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, False)
     if y is not None:
@@ -252,13 +255,20 @@ def _(x, bias, words, suh, svh, shape, code, block):
     return (y if bias is None else y + bias).to(x.dtype)
 
 
+for _name in ("gemm_trellis", "gemm_trellis_inference"):  # with gradients, and without
+    _op(
+        f"{_name}(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
+        lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
+    )(_gemm)
+
+
 @_op(
     f"gemm_trellis_int8(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
     lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
 )
 def _(x, bias, words, suh, svh, shape, code, block):
     y = _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, True)
-    return OPS.gemm_trellis(x, bias, words, suh, svh, shape, code, block) if y is None else y
+    return OPS.gemm_trellis_inference(x, bias, words, suh, svh, shape, code, block) if y is None else y
 
 
 # Several weights, of which ``inductor`` joins products.
@@ -268,7 +278,7 @@ LIBRARY.define(f"gemm_trellis_group({_SEVERAL}, str code, int block, bool int8) 
 def _group(x, biases, words, suhs, svhs, rows, code, block, int8):
     packed, made = list(zip(biases, words, suhs, svhs, rows, strict=True)), []
     most = MOST_IN_A_LAUNCH if len({each.shape[-2:] for each in words}) == 1 else 1
-    multiply = OPS.gemm_trellis_int8 if int8 else OPS.gemm_trellis
+    multiply = OPS.gemm_trellis_int8 if int8 else OPS.gemm_trellis_inference
     for start in range(0, len(packed), most):
         some = packed[start : start + most]
         joined = _by_kernels(x, *map(list, zip(*some, strict=True)), code, block, int8)
@@ -391,7 +401,8 @@ def _in_turn(x, offsets, forward: bool, first, words, second, code: str, block: 
         if stop > start:
             own, sides = x[start:stop], (first[expert], second[expert])
             if forward:
-                parts.append(OPS.gemm_trellis(own, None, words[expert], *sides, [size, x.shape[1]], code, block))
+                how = words[expert], *sides, [size, x.shape[1]], code, block
+                parts.append(OPS.gemm_trellis_inference(own, None, *how))
             else:
                 how = words[expert], *reversed(sides), [x.shape[1], size], code, block
                 parts.append(OPS.gemm_trellis_gradient(own, *how))
@@ -463,7 +474,13 @@ register("gemm_experts_trellis_gradient", _experts_gradient_setup_context, _expe
 
 
 @register_flop_formula(
-    [OPS.gemm_trellis, OPS.gemm_trellis_int8, OPS.gemm_trellis_gradient, OPS.gemm_experts_trellis_gradient]
+    [
+        OPS.gemm_trellis,
+        OPS.gemm_trellis_inference,
+        OPS.gemm_trellis_int8,
+        OPS.gemm_trellis_gradient,
+        OPS.gemm_experts_trellis_gradient,
+    ]
 )
 def _(x, *_, out_shape=None, **__):
     return 2 * x[-1] * math.prod(out_shape)

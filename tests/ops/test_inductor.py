@@ -1,6 +1,7 @@
 """Products of one input, joined where Inductor compiles. Tiles on the CPU pass for tiles on a GPU."""
 
 import cases
+import pytest
 import torch
 from functorch.compile import make_boxed_func
 from torch import nn
@@ -25,6 +26,16 @@ def tiled(rows: int, columns: int = 100, bits: int = 3, bias: bool = True) -> Kb
     return layer
 
 
+def with_trellis(rows: int, bits: int = 3, **how) -> KbitLinear:
+    made, decoding = KbitLinear(100, rows, bias=rows == 48, dtype=torch.float16), TrellisDecoding(bits, **how)
+    tensors = {
+        name: torch.randint(-9, 9, size, dtype=torch.int16) if dtype == torch.int16 else torch.ones(size).half()
+        for name, (dtype, size) in decoding.layout((rows, 100)).items()
+    }
+    made.weight = as_parameter(KbitTensor.of(Packed(tensors, decoding), (rows, 100), torch.float16))
+    return made.requires_grad_(False)
+
+
 def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
     """The rows of the products of each op in what is left of ``run``, which still gives the same."""
     launches = []
@@ -38,7 +49,7 @@ def joined(run, *inputs, limits=LIMITS) -> list[list[int]]:
                 launches.append(list(node.args[5]))
             elif node.target == OPS.gemm_trellis_group.default:
                 launches.append(list(node.args[5]))
-            elif node.target == OPS.gemm_trellis.default:
+            elif node.target == OPS.gemm_trellis_inference.default:
                 launches.append([node.args[5][0]])
             elif node.target in inductor.PRODUCTS:
                 launches.append([node.args[5]])
@@ -92,16 +103,7 @@ def test_products_of_8_bit_inputs_are_joined():
 def test_products_of_trellises_are_joined():
     """With those of their width, code and block, and of no more tokens than one op takes."""
 
-    def layer(rows: int, **how) -> KbitLinear:
-        made, decoding = KbitLinear(100, rows, bias=rows == 48, dtype=torch.float16), TrellisDecoding(**how)
-        tensors = {
-            name: torch.randint(-9, 9, size, dtype=torch.int16) if dtype == torch.int16 else torch.ones(size).half()
-            for name, (dtype, size) in decoding.layout((rows, 100)).items()
-        }
-        made.weight = as_parameter(KbitTensor.of(Packed(tensors, decoding), (rows, 100), torch.float16))
-        return made.requires_grad_(False)
-
-    q, k, wide, other = layer(48, bits=3), layer(16, bits=3), layer(33, bits=4), layer(20, bits=3, code="mcg")
+    q, k, wide, other = with_trellis(48), with_trellis(16), with_trellis(33, bits=4), with_trellis(20, code="mcg")
     assert joined(lambda x: (q(x), k(x), wide(x), other(x)), X) == [[48, 16], [33], [20]]
     assert joined(lambda x: (q(x), k(x)), X, limits=(5, 2)) == [[48], [16]]
     scalar = tiled(24)
@@ -138,9 +140,11 @@ def test_what_is_made_of_another_product_comes_after_it():
 
 @torch.no_grad()
 @config.patch(post_grad_custom_pre_pass=None, force_disable_caches=True)
-def test_compiled_with_inductor(monkeypatch):
+@pytest.mark.parametrize(("make", "op"), [(tiled, "gemm"), (with_trellis, "gemm_trellis")], ids=["levels", "trellis"])
+def test_compiled_with_inductor(make, op, monkeypatch):
+    """Of one kind alone, whichever it is."""
     monkeypatch.setattr(native, "group_limits", lambda: LIMITS)
-    q, k, v = tiled(48), tiled(16, bias=False), tiled(33)
+    q, k, v = make(48), make(16), make(33)
 
     def run(x):  # of which no C++ is compiled, which takes seconds
         return q(x), k(x), v(x)
@@ -148,7 +152,8 @@ def test_compiled_with_inductor(monkeypatch):
     found, (code,) = run_and_get_code(torch.compile(run, fullgraph=True), X)
     for ours, expected in zip(found, run(X), strict=True):
         torch.testing.assert_close(ours, expected)
-    assert code.count("gemm_group.default(") == 1 and "gemm_inference.default(" not in code
+    assert code.count(f"{op}_group.default(") == 1
+    assert "_inference.default(" not in code
 
 
 def test_installed_where_a_library_joins_products(monkeypatch):
