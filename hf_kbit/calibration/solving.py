@@ -12,7 +12,7 @@ from hf_kbit.calibration import feedback, stream, tuning, weighted
 from hf_kbit.calibration.data import Text
 from hf_kbit.nn.site import Site
 from hf_kbit.plan.allocation import stored_weights
-from hf_kbit.plan.config import TRELLIS, KbitConfig
+from hf_kbit.plan.config import KbitConfig
 
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
@@ -30,10 +30,10 @@ class Solving:
             scales are chosen, by the inputs' mean squares, or, without a transform, the scales of blocks; many times
             as quick.
         tune: then train what is stored, for so many steps (docs/calibration.md): scales and codes of each layer of the
-            model, a fifth of the steps, on its output; then scales, norms and biases of the whole model on how it
-            predicted the next token in 16 bits. The bytes stay as many; what is gained on sequences that were held out
-            is in the log and the model card. True: 1000 steps, or 200 on a CPU. Of the data's sequences 128 at most
-            are for the layers. Causal language models only.
+            model, of trellises scales alone, a fifth of the steps, on its output; then scales, norms and biases of the
+            whole model on how it predicted the next token in 16 bits. The bytes stay as many; what is gained on
+            sequences that were held out is in the log and the model card. True: 1000 steps, or 200 on a CPU. Of the
+            data's sequences 128 at most are for the layers. Causal language models only.
         tune_whole: whether ``tune`` trains the whole model too, for which there must be memory for it some six times
             in 16 bits, and for its activations. False: its layers alone.
         batch: sequences that go through a layer at a time.
@@ -62,10 +62,6 @@ class Solving:
             raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")
         if not isinstance(self.tune, int):
             raise TypeError(f"tune: found {self.tune!r}, expected a number of steps, or True")
-        if self.tune and config.codebook == TRELLIS:
-            raise ValueError(
-                f"tune: found {self.tune} with codebook {TRELLIS!r}, expected 0: no code of it is trained"
-            )
         if self.tune < 0:
             raise ValueError(f"tune: found {self.tune}, expected 0 or more steps")
 

@@ -7,47 +7,26 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.resume import Finished
-from hf_kbit.format import codebooks
-from hf_kbit.format.decoding import Decoding
-from hf_kbit.format.reference import (
-    MAGNITUDE,
-    SIGN,
-    decode_e4m4,
-    halfway,
-    nearest,
-    pack_codes,
-    unpack_codes,
-    with_signs,
-)
-from hf_kbit.format.spec import BLOCK_SIZE, E4M4_BIAS
-from hf_kbit.format.transforms import rotate, to_stored
+from hf_kbit.calibration.trained_levels import BLOCKS, Levels
+from hf_kbit.calibration.trained_trellises import Trellises
+from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.nn.weight import KbitWeight
-from hf_kbit.weight.packing import of_planes
 
 logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 TUNING = "tuning."  # where it is, among what a run has finished: no layer's name ends so
-# Rates of the first steps; they fall to 0 as a cosine. Measured on SmolLM2-135M (one H200, 300 to 1000 steps of 4,096
-# or 8,192 tokens, 2026-11-23), and codes on a trained model of 1.3 million parameters, on a CPU.
-SCALES = 0.1  # steps between bytes: 0.02 is slower, 0.3 worse
-VECTORS = 3e-4  # of a vector's mean magnitude: ten times that is no better
-# Both suit so many blocks, SmolLM2-135M's. In a larger model noise moves more of them, so they fall as the root. Of
-# Qwen2.5-Coder-1.5B-Instruct, with 12 times as many, 0.3 of the rates leave 2% less divergence than all of them (two
-# H200s, 300 steps of 8,192 tokens, 2 and 3 bits, 2026-11-27).
-BLOCKS = 3.32e6
-# Of the distance between levels, over the root of the number of steps: noise moves a number by the root, what is none
-# by the number. After error feedback twice of it gains half as much.
-CODES = 0.1
-START = 0.5  # of the way from a level to where the weight was, numbers start: at 0.9 noise undoes error feedback
+# The rate of a vector's first steps, of its mean magnitude: ten times that is no better. All rates fall to 0 as a
+# cosine. They were measured on SmolLM2-135M (one H200, 300 to 1000 steps of 4,096 or 8,192 tokens, 2026-11-23), that
+# of codes on a trained model of 1.3 million parameters, on a CPU.
+VECTORS = 3e-4
 WARM_UP = 20  # steps, or a tenth of them
 DECAY, DECAY_OF_SQUARES = 0.9, 0.95  # Adam's
 LOOKS = 10  # at what was held out, evenly spread over the steps; the best that was seen is kept
@@ -55,28 +34,63 @@ HALVINGS = 3  # at most at one look, of the way from the best, where two looks i
 KEPT = 300  # seconds after which a run that may be killed writes where it is, again and again
 
 
+class Group(Protocol):
+    """Layers whose weights are trained as one tensor of each kind: launching kernels for each layer would take longer
+    than they do.
+
+    Attributes:
+        blocks: how many times 32 weights they have.
+        moves_codes: whether codes are trained, and not scales alone.
+    """
+
+    blocks: int
+    moves_codes: bool
+
+    def rates(self, steps: int, slower: float) -> list[tuple[torch.Tensor, float]]:
+        """What is trained, leaves that ask for gradients, and the rate of each; that of scales is so much slower."""
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Each layer's name and decoded weight, as the model has it."""
+
+    def confine(self) -> None:
+        """Keeps what is trained where it can be stored."""
+
+    def rounded(self) -> list[torch.Tensor]:
+        """What is stored, from what is trained."""
+
+    def stored(self) -> list[torch.Tensor]:
+        """The tensors that ``rounded`` is for, which the group keeps."""
+
+    def store(self) -> None:
+        """Loads the layers with ``stored``."""
+
+
+def _groups(layers: Mapping[str, KbitWeight], dense, device: torch.device, dtype: torch.dtype) -> list[Group]:
+    alike: dict[Any, dict[str, KbitWeight]] = {}
+    for name, layer in layers.items():
+        decoding = layer.decoding
+        key = TrellisDecoding if isinstance(decoding, TrellisDecoding) else replace(decoding, exponent=0)
+        alike.setdefault(key, {})[name] = layer
+    kinds = {key: Trellises if key is TrellisDecoding else Levels for key in alike}
+    return [kinds[key](own, dense, device, dtype) for key, own in alike.items()]
+
+
 class Trained:
     """Numbers that decode to the weights of layers, and vectors, which are parameters of the model, with the optimizer
-    that moves them; ``dense`` is what weights were in 16 or 32 bits, to train codes too, or None. All are by name.
-
-    Layers with the same levels are trained as one tensor of blocks: launching kernels for each of them would take
-    longer than they do.
+    that moves them; ``dense`` is what weights were in 16 or 32 bits, to train codes of levels too, or None. All are by
+    name.
     """
 
     def __init__(self, layers: Mapping[str, KbitWeight], dense, vectors, steps: int, device, dtype):
         self.steps, self.dtype, self.device = steps, dtype, device
-        alike: dict[Decoding, dict[str, KbitWeight]] = {}
-        for name, layer in layers.items():
-            alike.setdefault(replace(layer.decoding, exponent=0), {})[name] = layer
-        self.groups = [_Group(own, dense, device, dtype) for own in alike.values()]
-        self.moves_codes = dense is not None
+        self.groups = _groups(layers, dense, device, dtype)
+        self.moves_codes = any(group.moves_codes for group in self.groups)
         self.start = {name: vector.detach().float() for name, vector in vectors.items()}
         self.sizes = {name: float(x.abs().mean()) or 1.0 for name, x in self.start.items()}
         self.moved = {name: torch.zeros_like(x).requires_grad_() for name, x in self.start.items()}
-        blocks = sum(group.places.numel() for group in self.groups)
-        slower = 1.0 if self.moves_codes else min(math.sqrt(BLOCKS / blocks), 1.0)
-        rates = [(group.places, slower * SCALES) for group in self.groups]
-        rates += [(group.numbers, CODES * group.gap / math.sqrt(steps)) for group in self.groups if self.moves_codes]
+        blocks = sum(group.blocks for group in self.groups)
+        slower = 1.0 if dense is not None else min(math.sqrt(BLOCKS / blocks), 1.0)
+        rates = [rate for group in self.groups for rate in group.rates(steps, slower)]
         rates += [(vector, slower * VECTORS) for vector in self.moved.values()]
         self.rates = torch.tensor([rate for _, rate in rates], device=device)
         self.parameters = [parameter for parameter, _ in rates]
@@ -197,7 +211,7 @@ class Trained:
 
     def _stored(self) -> list[torch.Tensor]:
         """The tensors that ``_packed`` is of."""
-        return [*(own for group in self.groups for own in (group.codes, group.absmax)), *self.moved.values()]
+        return [*(tensor for group in self.groups for tensor in group.stored()), *self.moved.values()]
 
     @torch.no_grad()
     def store(self, model: nn.Module) -> None:
@@ -211,119 +225,6 @@ class Trained:
 def _copy(tensors: Iterable[torch.Tensor], places: Iterable[torch.Tensor]) -> None:
     for tensor, place in zip(tensors, places, strict=True):
         place.copy_(tensor)
-
-
-class _Group:
-    """Layers with the same levels: all of their blocks, one after another."""
-
-    def __init__(self, layers: Mapping[str, KbitWeight], dense, device: torch.device, dtype: torch.dtype):
-        self.layers, self.dtype, self.moves_codes = layers, dtype, dense is not None
-        self.decoding = next(iter(layers.values())).decoding
-        signed = self.decoding.transformed
-        self.most = MAGNITUDE if signed else 255
-        stored = [[tensor.to(device) for tensor in layer.packed.values()] for layer in layers.values()]
-        self.shapes = [absmax.shape for _, absmax, *_ in stored]
-        self.sizes = [shape.numel() for shape in self.shapes]
-        self.columns = [decode_e4m4(columns[0]) if columns else None for _, _, *columns in stored]
-        self.codes = torch.cat([unpack_codes(planes, self.decoding.bits).flatten(0, -2) for planes, *_ in stored])
-        self.absmax = torch.cat([absmax.flatten() for _, absmax, *_ in stored])
-        magnitudes = self.absmax & self.most
-        self.signs = torch.where((self.absmax >= SIGN) & signed, -1.0, 1.0)
-        factors = [2.0**layer.decoding.codebook_exponent for layer in layers.values()]
-        units = [torch.full((size,), factor, device=device) for factor, size in zip(factors, self.sizes, strict=True)]
-        # What a scale is multiplied by; 0 for blocks of zeros, which stay.
-        self.units = torch.cat(units) * self.signs * (magnitudes > 0)
-        self.levels = codebooks.scaled(self.decoding.levels, 0, device)
-        self.rotation = rotate(torch.eye(BLOCK_SIZE, device=device)).to(dtype) if signed else None
-        gaps = self.levels.diff()
-        self.gap = gaps.mean().item()
-        self.ends = torch.stack((self.levels[0] - gaps[0] / 2, self.levels[-1] + gaps[-1] / 2))
-        self.places = magnitudes.float().requires_grad_()
-        self.numbers = self._numbers(dense).requires_grad_() if self.moves_codes else self.codes
-
-    def _numbers(self, dense: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Where the weights were between the levels, but next to the level of their code, and START of the way."""
-        own = []
-        for (name, layer), columns in zip(self.layers.items(), self.columns, strict=True):
-            weight = dense[name].mT if layer.transposed else dense[name]
-            weight = to_stored(weight, columns, self.decoding.transformed)
-            own.append(F.pad(weight, (0, -weight.shape[-1] % BLOCK_SIZE)).view(-1, BLOCK_SIZE))
-        scales = _Bytes.apply(self.places.detach()) * self.units
-        places = torch.cat(own) / torch.where(scales == 0, 1.0, scales)[:, None]
-        edges, codes = torch.cat((self.ends[:1], halfway(self.levels), self.ends[1:])), self.codes.int()
-        levels = self.levels[codes]
-        return levels + START * (places.clamp(edges[codes], edges[codes + 1]) - levels)
-
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Each layer's name and decoded weight, as the model has it."""
-        scales = _Bytes.apply(self.places) * self.units
-        blocks = _Blocks.apply(self.numbers, scales, self.levels, self.rotation, self.dtype)
-        parts = zip(self.layers.items(), blocks.split(self.sizes), self.shapes, self.columns, strict=True)
-        for (name, layer), part, shape, columns in parts:
-            weight = part.view(*shape[:-1], -1)[..., : layer.in_features]
-            weight = weight if columns is None else weight * columns.to(self.dtype)
-            yield name, weight.mT if layer.transposed else weight
-
-    def confine(self) -> None:
-        """Keeps numbers next to a byte or a level."""
-        self.places.clamp_(1, self.most)
-        if self.moves_codes:
-            self.numbers.clamp_(*self.ends)
-
-    def rounded(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Codes, uint8 ``[blocks, 32]``, and scales, uint8 ``[blocks]``."""
-        magnitudes = torch.where(self.units == 0, 0, self.places.round()).to(torch.uint8)
-        codes = _codes(self.numbers, self.levels) if self.moves_codes else self.codes
-        return codes, with_signs(magnitudes, self.signs)
-
-    def store(self) -> None:
-        """Loads the layers with ``codes`` and ``absmax``."""
-        parts = self.codes.split(self.sizes), self.absmax.split(self.sizes)
-        for layer, shape, codes, absmax in zip(self.layers.values(), self.shapes, *parts, strict=True):
-            device, columns = layer.weight.device, layer.weight.columns
-            planes = pack_codes(codes.view(*shape, BLOCK_SIZE), layer.bits).to(device)
-            layer.load(of_planes(planes, absmax.view(shape).to(device), layer.decoding, columns))
-
-
-class _Bytes(torch.autograd.Function):
-    """What E4M4 bytes decode to, of numbers between them; on the way back, as it grows from this byte to the next."""
-
-    @staticmethod
-    def forward(ctx, places):
-        nearby = places.round()
-        exponent = (nearby / 16).floor()
-        growth = torch.exp2(exponent.clamp(min=1) - (E4M4_BIAS + 4))
-        ctx.save_for_backward(growth)
-        mantissa = nearby - 16 * exponent
-        return growth * torch.where(exponent > 0, 16 + mantissa, mantissa)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * ctx.saved_tensors[0]
-
-
-class _Blocks(torch.autograd.Function):
-    """Decoded blocks ``[blocks, 32]``: of each number the level next to it, times the block's scale, turned back."""
-
-    @staticmethod
-    def forward(ctx, numbers, scales, levels, rotation, dtype):
-        codes = _codes(numbers, levels) if numbers.is_floating_point() else numbers
-        ctx.save_for_backward(codes, scales, levels, rotation)
-        stored = (levels[codes.int()] * scales[:, None]).to(dtype)
-        return stored if rotation is None else stored @ rotation
-
-    @staticmethod
-    def backward(ctx, gradient):
-        codes, scales, levels, rotation = ctx.saved_tensors
-        if rotation is not None:  # its own inverse
-            gradient = gradient @ rotation
-        by_scale = (gradient * levels.to(gradient.dtype)[codes.int()]).sum(1, dtype=torch.float32)
-        by_number = gradient * scales[:, None] if ctx.needs_input_grad[0] else None
-        return by_number, by_scale, None, None, None
-
-
-def _codes(numbers: torch.Tensor, levels: torch.Tensor) -> torch.Tensor:
-    return nearest(numbers, halfway(levels)).to(torch.uint8)
 
 
 def parameter_of(model: nn.Module, name: str) -> str:

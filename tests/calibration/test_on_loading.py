@@ -113,7 +113,7 @@ def test_goes_on(folder, tmp_path, monkeypatch):
     [
         ({"calibrate": Path("missing.txt")}, "missing.txt"),
         ({"calibrate": TEXT, "scale": "absmax"}, "scale: found 'absmax'"),
-        ({"calibrate": IDS, "tune": 5, "codebook": "trellis"}, "tune: found 5 with codebook"),
+        ({"calibrate": IDS, "tune": -5, "codebook": "trellis"}, "tune: found -5, expected 0 or more"),
         ({"calibrate": [1, 2]}, "data: found"),
     ],
 )

@@ -137,8 +137,3 @@ def test_widths():
     ):
         widths = {found.bits, *found.module_bits.values()}
         assert found.codebook == "trellis" and min(widths) == 1 and max(widths) <= 8
-
-
-def test_tuning_is_refused():
-    with pytest.raises(ValueError, match=r"^tune: found 5 with codebook 'trellis'"):
-        hf_kbit.calibrate(llama(**SMALL), IDS, bits=2, codebook="trellis", tune=5)

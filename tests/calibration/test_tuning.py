@@ -17,16 +17,18 @@ from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration import stream, trained, tuning
+from hf_kbit.calibration import stream, trained, trained_levels, trained_trellises, tuning
 from hf_kbit.calibration.launches import NotRecorded
 from hf_kbit.calibration.writing import write
 from hf_kbit.format.reference import decode_e4m4
-from hf_kbit.nn.weight import KbitWeight
+from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.plan import selection
 from hf_kbit.weight.tensor import KbitTensor
 
 IDS = torch.randint(5, 90, (48, 16), generator=torch.Generator().manual_seed(1))
 CHOICES = {"bits": 2, "method": "weighted"}
+KINDS = {}, {"codebook": "trellis"}
+EACH_KIND = pytest.mark.parametrize("choices", KINDS, ids=["scalar", "trellis"])
 
 
 @pytest.fixture(autouse=True)
@@ -74,11 +76,12 @@ def test_comes_nearer_to_16_bits(monkeypatch):
     assert "held out" in model.hf_quantizer.outcome.tuned
 
 
+@EACH_KIND
 @pytest.mark.parametrize("whole", [True, False])
-def test_a_checkpoint_like_any_other(whole, device, monkeypatch, tmp_path):
+def test_a_checkpoint_like_any_other(whole, choices, device, monkeypatch, tmp_path):
     """As large as without, saved and loaded to the same logits; and the card says what was tuned."""
     monkeypatch.setattr(tuning, "LAYER_STEPS", tuning.LAYER_STEPS if whole else 1)
-    model, plain = calibrated(model=llama().to(device), tune_whole=whole), expected(0)
+    model, plain = calibrated(model=llama().to(device), tune_whole=whole, **choices), expected(0, **choices)
     assert not same(tensors(model), plain)
     sizes = [{name: (x.dtype, x.shape) for name, x in each.items()} for each in (tensors(model), plain)]
     assert sizes[0] == sizes[1]
@@ -101,6 +104,9 @@ def test_a_checkpoint_like_any_other(whole, device, monkeypatch, tmp_path):
         ("gpt2", {"transform": "none", "codebook": "int"}),
         ("mixtral", {}),
         ("mixtral", {"transform": "none"}),
+        ("llama", {"codebook": "trellis", "embedding_bits": 4}),
+        ("gpt2", {"codebook": "trellis"}),
+        ("mixtral", {"codebook": "trellis"}),
     ],
     ids=str,
 )
@@ -141,11 +147,11 @@ def test_starts_from_what_was_solved(name, choices, monkeypatch):
 def test_bytes_between_bytes():
     """All that E4M4 has decode to what they are, and grow to what the next one is."""
     places = torch.arange(256.0, requires_grad=True)
-    values = trained._Bytes.apply(places)
+    values = trained_levels._Bytes.apply(places)
     assert torch.equal(values, decode_e4m4(torch.arange(256, dtype=torch.uint8)))
     values.sum().backward()
     assert torch.equal(places.grad[:-1], values.detach().diff())
-    assert torch.equal(trained._Bytes.apply(places.detach() + 0.4), values)
+    assert torch.equal(trained_levels._Bytes.apply(places.detach() + 0.4), values)
 
 
 def test_blocks_as_autograd_has_them():
@@ -155,7 +161,7 @@ def test_blocks_as_autograd_has_them():
     rotation = (rotation + rotation.T) / 2
     numbers = torch.rand(3, 32, generator=generator).sub_(0.5).mul_(2).requires_grad_()
     scales = torch.rand(3, generator=generator).requires_grad_()
-    found = trained._Blocks.apply(numbers, scales, levels, rotation, torch.float32)
+    found = trained_levels._Blocks.apply(numbers, scales, levels, rotation, torch.float32)
     nearby = levels[(numbers.detach()[..., None] - levels).abs().argmin(-1)]
     rounded = numbers + (nearby - numbers).detach()
     expected = (rounded * scales[:, None]) @ rotation
@@ -181,15 +187,17 @@ def test_divergence_as_autograd_has_it(monkeypatch):
 
 def test_the_best_that_was_seen_is_kept(monkeypatch):
     """Steps that ruin the model leave it as it was, its norms too."""
-    for name in ("SCALES", "CODES", "VECTORS"):
-        monkeypatch.setattr(trained, name, 1e30)  # NaN is no gain either
-    assert same(tensors(calibrated(20)), expected(0))
+    too_fast(monkeypatch, 1e30)  # NaN is no gain either
+    monkeypatch.setattr(trained_trellises, "MOST", 1e30)
+    for choices in KINDS:
+        assert same(tensors(calibrated(20, **choices)), expected(0, **choices))
 
 
 def too_fast(monkeypatch, times: float) -> None:
-    """Has the second stage take steps that are so many times as large."""
-    for name in ("SCALES", "VECTORS"):
-        monkeypatch.setattr(trained, name, times * getattr(trained, name))
+    """Has all take steps that are so many times as large."""
+    rates = (trained, "VECTORS"), (trained_levels, "SCALES"), (trained_levels, "CODES"), (trained_trellises, "RATE")
+    for module, name in rates:
+        monkeypatch.setattr(module, name, times * getattr(module, name))
 
 
 def test_a_larger_model_takes_smaller_steps(monkeypatch):
@@ -279,6 +287,30 @@ def test_a_layer_learns_on_what_quantized_ones_give_it(method, monkeypatch):
     assert seen == {(True, False), (False, method == "feedback")}
 
 
+@pytest.mark.parametrize("name", ["llama", "mixtral"])
+def test_a_trellis_gets_other_scales(name):
+    """Codes of its first layer, which nothing before it changes, stay, and no scale changes its sign; predictions of
+    what was held out come nearer to 16 bits."""
+    model, plain = (calibrated(tune, BY_NAME[name].build(), codebook="trellis") for tune in (30, 0))
+    told = model.hf_quantizer.outcome.tuned
+    before, after = map(float, re.search(r"divergence (\S+) -> (\S+),", told).groups())
+    assert after < before
+    others = packed_layers(plain)
+    for layer_name, layer in packed_layers(model).items():
+        (words, *sides), (own, *starts) = layer.packed.values(), others[layer_name].packed.values()
+        assert ".layers.0." not in layer_name or torch.equal(words, own)
+        for side, start in zip(sides, starts, strict=True):
+            assert not torch.equal(side, start) and torch.equal(side.sign(), start.sign())
+
+
+def test_scales_of_a_trellis_as_autograd_has_them():
+    matrices, svh, suh = torch.randn(2, 5, 7), torch.randn(2, 5).requires_grad_(), torch.randn(2, 7).requires_grad_()
+    expected = matrices * svh[..., None] * suh[..., None, :]
+    found, weight = trained_trellises._Scaled.apply(matrices, svh, suh), torch.randn(2, 5, 7)
+    given = [torch.autograd.grad((each * weight).sum(), (svh, suh)) for each in (found, expected)]
+    assert torch.equal(found, expected) and all(torch.allclose(*pair, atol=1e-5) for pair in zip(*given, strict=True))
+
+
 def test_norms_and_biases_are_trained():
     model, plain = (calibrated(tune, BY_NAME["gpt2"].build()) for tune in (30, 0))
     moved = {
@@ -364,13 +396,17 @@ class Killed(BaseException):
     pass
 
 
-@pytest.mark.parametrize(("whole", "times"), [(True, 1), (True, 1000), (False, 1)])
-def test_a_killed_run_goes_on(whole, times, device, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("whole", "times", "choices"),
+    [(True, 1, {}), (True, 1000, {}), (False, 1, {}), (True, 1, {"codebook": "trellis"})],
+    ids=str,
+)
+def test_a_killed_run_goes_on(whole, times, choices, device, monkeypatch, tmp_path):
     """In the middle of the whole model, also after rates were halved, or of its second layer; to the same bytes."""
     too_fast(monkeypatch, times)
     monkeypatch.setattr(trained, "KEPT", 0)
     monkeypatch.setattr(tuning, "LAYER_STEPS", tuning.LAYER_STEPS if whole else 1)
-    wanted = tensors(calibrated(model=llama().to(device), tune_whole=whole))
+    wanted = tensors(calibrated(model=llama().to(device), tune_whole=whole, **choices))
     taken, last = itertools.count(), 20 if whole else 30
 
     class Bar(trained.tqdm):
@@ -383,8 +419,8 @@ def test_a_killed_run_goes_on(whole, times, device, monkeypatch, tmp_path):
 
     monkeypatch.setattr(trained, "tqdm", Bar)
     with pytest.raises(Killed):
-        calibrated(model=llama().to(device), resume=tmp_path, tune_whole=whole)
-    assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path, tune_whole=whole)), wanted)
+        calibrated(model=llama().to(device), resume=tmp_path, tune_whole=whole, **choices)
+    assert same(tensors(calibrated(model=llama().to(device), resume=tmp_path, tune_whole=whole, **choices)), wanted)
     assert next(taken) - last < (15 if whole else 25), "it has not started anew"
 
 
