@@ -25,6 +25,7 @@ takes half a minute for a billion weights. --plot needs matplotlib; --table prin
 """
 
 import argparse
+import copy
 import gc
 import itertools
 import math
@@ -176,9 +177,10 @@ def measure(shape: str, layers: int, widths, kinds, batches, lengths, modes, pee
     """Calls ``emit`` with each measurement, those of bf16 first."""
     linear = nn.Linear(HOST_SIZE, HOST_SIZE, bias=False, device="cuda", dtype=torch.bfloat16)
     emit(DENSE, {"what": "host"}, {"us": host_us(linear)})
-    for bits in widths:
-        layer = hf_kbit.KbitLinear.from_linear(linear, bits)
-        emit({"name": "hf_kbit", "bits": bits}, {"what": "host"}, {"us": host_us(layer)})
+    for bits, kind in itertools.product(widths, kinds):
+        model = nn.Sequential(copy.deepcopy(linear))
+        hf_kbit.quantize_model(model, bits=bits, **KINDS[kind])
+        emit({"name": kind, "bits": bits}, {"what": "host"}, {"us": host_us(model[0])})
     with tempfile.TemporaryDirectory() as folder:
         # Without an end of sequence every generation has the same length.
         make_checkpoint(shape, folder, "cuda", num_hidden_layers=layers, bos_token_id=None, eos_token_id=None)
