@@ -1,6 +1,7 @@
 """A trellis whose feedback goes along outputs too: errors of an output make up for those of the outputs before it.
 
-    python docs/lab/sketches/trellis_both_sides.py MODEL IDS [--bits 3,2] [--draws 2] [--damping 0.03] [--json FILE]
+    python docs/lab/sketches/trellis_both_sides.py MODEL IDS [--bits 3,2] [--draws 2] [--most inf]
+                                                      [--damping 0.03] [--json FILE]
 
 MODEL and IDS are those of ``trellis_calibrated.py``; on a GPU, which needs room for a square of each layer's outputs
 in float32. ``docs/lab/2026-11-28-trellis-quantizing.md`` has figures of a small model.
@@ -15,6 +16,7 @@ Source: YAQA (arXiv:2505.22988), whose Hessian is that of the divergence too.
 
 import argparse
 import json
+import math
 import time
 
 import torch
@@ -32,8 +34,9 @@ from hf_kbit.weight.tensor import Packed
 from hf_kbit.weight.trellis_packing import CODE, best_factor, encodable, inner_of, outer_of, scales_of
 
 
-def of_outputs(model, ids: torch.Tensor, draws: int, together: int = 4) -> dict[str, torch.Tensor]:
-    """``{name of a linear layer: Ho}``, float32 ``[N, N]``, of all but the head."""
+def of_outputs(model, ids: torch.Tensor, draws: int, most=math.inf, together: int = 4) -> dict[str, torch.Tensor]:
+    """``{name of a linear layer: Ho}``, float32 ``[N, N]``, of all but the head. A token counts at most so many times
+    as much as one at ``sensitivity.QUANTILE`` of those at once: a few may have most of a model's squared gradients."""
     head = model.get_output_embeddings()
     linear = {name: own for name, own in model.named_modules() if isinstance(own, torch.nn.Linear) and own is not head}
     sizes = {name: own.out_features for name, own in linear.items()}
@@ -41,7 +44,10 @@ def of_outputs(model, ids: torch.Tensor, draws: int, together: int = 4) -> dict[
     generator = torch.Generator(ids.device).manual_seed(0)
 
     def add(name, module, given, gradient):
-        rows = gradient.flatten(0, -2).float()
+        rows = gradient.float()
+        squares = rows.square().sum(-1, keepdim=True)
+        limit = most * squares[:, 1:].flatten().quantile(sensitivity.QUANTILE)
+        rows = (rows * (limit / squares).clamp(max=1).sqrt()).flatten(0, -2)
         found[name].addmm_(rows.T, rows)
 
     with sdpa_kernel(SDPBackend.MATH):
@@ -120,6 +126,7 @@ def main() -> None:
     parser.add_argument("ids")
     parser.add_argument("--bits", default="3,2")
     parser.add_argument("--draws", type=int, default=2)
+    parser.add_argument("--most", type=float, default=math.inf, help="times as much, that a token counts")
     parser.add_argument("--damping", default="0.03", help="some, with commas")
     parser.add_argument("--json")
     arguments = parser.parse_args()
@@ -134,7 +141,7 @@ def main() -> None:
         base = torch.cat(losses).double().mean()
     model = model.bfloat16()
     own, start = write(model), time.perf_counter()
-    of_each = of_outputs(model, own, arguments.draws)
+    of_each = of_outputs(model, own, arguments.draws, arguments.most)
     torch.cuda.synchronize()
     print(json.dumps({"seconds_of_gradients": time.perf_counter() - start}), flush=True)
     del model
