@@ -179,7 +179,7 @@ def measure(shape: str, layers: int, widths, kinds, batches, lengths, modes, pee
     emit(DENSE, {"what": "host"}, {"us": host_us(linear)})
     for bits, kind in itertools.product(widths, kinds):
         model = nn.Sequential(copy.deepcopy(linear))
-        hf_kbit.quantize_model(model, bits=bits, **KINDS[kind])
+        hf_kbit.quantize_model(model, bits=bits, device=linear.weight.device, **KINDS[kind])
         emit({"name": kind, "bits": bits}, {"what": "host"}, {"us": host_us(model[0])})
     with tempfile.TemporaryDirectory() as folder:
         # Without an end of sequence every generation has the same length.

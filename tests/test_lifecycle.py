@@ -509,7 +509,8 @@ def test_adapted(kind, tmp_path):
     packed.save_pretrained(tmp_path / "merged")
     again = kind.cls.from_pretrained(tmp_path / "merged")
     same_outputs(run(again, kind.inputs), run(packed, kind.inputs), "merged and loaded")
-    same_outputs(run(packed, kind.inputs), merged, "merged and unloaded")
+    # PEFT has merged, taken back and merged again what is not packed, and in 16 bits rounded it each time.
+    same_outputs(run(packed, kind.inputs), merged, "merged and unloaded", exact=kind.model.dtype == torch.float32)
 
 
 def assert_close(found: dict, expected: dict, kind: Life) -> None:
