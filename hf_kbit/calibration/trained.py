@@ -71,8 +71,8 @@ def _groups(layers: Mapping[str, KbitWeight], dense, device: torch.device, dtype
         decoding = layer.decoding
         key = TrellisDecoding if isinstance(decoding, TrellisDecoding) else replace(decoding, exponent=0)
         alike.setdefault(key, {})[name] = layer
-    kinds = {key: Trellises if key is TrellisDecoding else Levels for key in alike}
-    return [kinds[key](own, dense, device, dtype) for key, own in alike.items()]
+    made = ((Trellises if key is TrellisDecoding else Levels, own) for key, own in alike.items())
+    return [kind(own, dense, device, dtype) for kind, own in made]
 
 
 class Trained:

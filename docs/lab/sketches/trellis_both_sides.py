@@ -18,6 +18,7 @@ import argparse
 import json
 import math
 import time
+from functools import partial
 
 import torch
 from safetensors.torch import load_file
@@ -41,7 +42,7 @@ def of_outputs(model, ids: torch.Tensor, draws: int, most=math.inf, together: in
     linear = {name: own for name, own in model.named_modules() if isinstance(own, torch.nn.Linear) and own is not head}
     sizes = {name: own.out_features for name, own in linear.items()}
     found = {name: torch.zeros(size, size, device=ids.device) for name, size in sizes.items()}
-    generator = torch.Generator(ids.device).manual_seed(0)
+    choose = partial(draw, generator=torch.Generator(ids.device).manual_seed(0))
 
     def add(name, module, given, gradient):
         rows = gradient.float()
@@ -52,7 +53,6 @@ def of_outputs(model, ids: torch.Tensor, draws: int, most=math.inf, together: in
 
     with sdpa_kernel(SDPBackend.MATH):
         for part in ids.split(together):
-            choose = lambda probabilities: draw(probabilities, generator)  # noqa: E731
             sensitivity.gradients(model, list(found), part, ids.device, choose, add, draws)
     return found
 
