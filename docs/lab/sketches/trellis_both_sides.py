@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from safetensors.torch import load_file
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from trellis_calibrated import load, measured
+from trellis_calibrated import in_16_bits, load, report
 
 import hf_kbit
 from hf_kbit.calibration import rounding, sensitivity, trellis
@@ -132,32 +132,21 @@ def main() -> None:
     arguments = parser.parse_args()
     ids = load_file(arguments.ids)["ids"].long().cuda()
     model = load(arguments.model)
-    with torch.inference_mode():
-        states, head = [model.model(row[None]).last_hidden_state[0] for row in ids], model.lm_head.weight.clone()
-        losses = [
-            torch.nn.functional.cross_entropy(state[:-1] @ head.T, row[1:], reduction="none")
-            for state, row in zip(states, ids, strict=True)
-        ]
-        base = torch.cat(losses).double().mean()
+    exact = in_16_bits(model, ids)
     model = model.bfloat16()
     own, start = write(model), time.perf_counter()
     of_each = of_outputs(model, own, arguments.draws, arguments.most)
     torch.cuda.synchronize()
     print(json.dumps({"seconds_of_gradients": time.perf_counter() - start}), flush=True)
     del model
-    alone = trellis.solve
-    ways = {f"both sides, {part}": solver(of_each, float(part)) for part in arguments.damping.split(",")}
-    for bits in map(int, arguments.bits.split(",")):
-        for way, solve in (ways | {"inputs alone": alone}).items():
-            rounding.trellis.solve, start = solve, time.perf_counter()
-            quantized = hf_kbit.calibrate(load(arguments.model), own, bits=bits, codebook="trellis")
-            torch.cuda.synchronize()
-            row = {"way": way, "bits": bits, "seconds": time.perf_counter() - start}
-            row |= measured(quantized, ids, states, head, base)
-            print(json.dumps(row), flush=True)
-            if arguments.json:
-                with open(arguments.json, "a") as file:
-                    print(json.dumps(row), file=file)
+
+    def calibrated(solve, bits: int):
+        rounding.trellis.solve = solve
+        return hf_kbit.calibrate(load(arguments.model), own, bits=bits, codebook="trellis")
+
+    solvers = {f"both sides, {part}": solver(of_each, float(part)) for part in arguments.damping.split(",")}
+    solvers["inputs alone"] = trellis.solve
+    report({way: partial(calibrated, solve) for way, solve in solvers.items()}, arguments, ids, exact)
 
 
 if __name__ == "__main__":

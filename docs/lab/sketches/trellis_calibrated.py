@@ -47,6 +47,29 @@ def measured(model, ids, states, head, base) -> dict:
     return {"stored_bits": stored} | {name: value.item() for name, value in found.items()}
 
 
+@torch.inference_mode()
+def in_16_bits(model, ids) -> tuple:
+    """What ``measured`` compares with: last states, the head, and the loss."""
+    states, head = [model.model(row[None]).last_hidden_state[0] for row in ids], model.lm_head.weight.clone()
+    losses = [F.cross_entropy(s[:-1] @ head.T, r[1:], reduction="none") for s, r in zip(states, ids, strict=True)]
+    return states, head, torch.cat(losses).double().mean()
+
+
+def report(ways: dict, arguments, ids, exact: tuple) -> None:
+    """A line for each number of bits and each way to make a model of it."""
+    for bits in map(int, arguments.bits.split(",")):
+        for way, make in ways.items():
+            start = time.perf_counter()
+            quantized = make(bits)
+            torch.cuda.synchronize()
+            row = {"way": way, "bits": bits, "seconds": time.perf_counter() - start}
+            row |= measured(quantized, ids, *exact)
+            print(json.dumps(row), flush=True)
+            if arguments.json:
+                with open(arguments.json, "a") as file:
+                    print(json.dumps(row), file=file)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
@@ -55,13 +78,8 @@ def main() -> None:
     parser.add_argument("--json")
     arguments = parser.parse_args()
     ids = load_file(arguments.ids)["ids"].long().cuda()
-    with torch.inference_mode():
-        model = load(arguments.model)
-        states, head = [model.model(row[None]).last_hidden_state[0] for row in ids], model.lm_head.weight.clone()
-        base = torch.cat(
-            [F.cross_entropy(s[:-1] @ head.T, r[1:], reduction="none") for s, r in zip(states, ids, strict=True)]
-        )
-        base = base.double().mean()
+    model = load(arguments.model)
+    exact = in_16_bits(model, ids)
     own = write(model.bfloat16())
     del model
 
@@ -77,17 +95,7 @@ def main() -> None:
         "trellis, no data": partial(without_data, "trellis"),
         "trellis, own text": calibrated,
     }
-    for bits in map(int, arguments.bits.split(",")):
-        for way, make in ways.items():
-            start = time.perf_counter()
-            quantized = make(bits)
-            torch.cuda.synchronize()
-            row = {"way": way, "bits": bits, "seconds": time.perf_counter() - start}
-            row |= measured(quantized, ids, states, head, base)
-            print(json.dumps(row), flush=True)
-            if arguments.json:
-                with open(arguments.json, "a") as file:
-                    print(json.dumps(row), file=file)
+    report(ways, arguments, ids, exact)
 
 
 if __name__ == "__main__":
