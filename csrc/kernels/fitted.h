@@ -81,8 +81,9 @@ constexpr int kSteps[2][4] = {{1050, 1200, 1900, 2800},
 constexpr double kUnit = 3000, kUnitToken = 12;           // what a unit costs besides
 constexpr double kSum = 0.15;                             // of 128 rows and a token
 constexpr double kDecode = 4000, kDecodeTile = 0.2, kDecodedStep = 2900, kDecodedUnit = 6000;
-// Numbers of the weights of a launch from which on it is quicker than few_tokens.cu from the ninth token on.
-constexpr int kLarge = 3 << 23;
+// Weights of so many numbers in a launch are large. Of these few_tokens.cu is quicker up to so many tokens, of others
+// up to all that it takes.
+constexpr int kLarge = 3 << 23, kMostFewOfLarge = 8;
 }  // namespace many_trellis
 
 }  // namespace hf_kbit::fitted

@@ -2,6 +2,10 @@
 // library the files backend_cuda*.cpp; all other files of this folder are the same in both.
 #pragma once
 
+#include <array>
+
+#include <torch/csrc/stable/ops.h>
+
 #include "ops/arguments.h"
 
 namespace hf_kbit::backend {
@@ -101,6 +105,13 @@ bool batch_invariant();
 
 // Throws unless a function of torch's C interface returned 0. Our own: torch's macros for it differ between versions.
 void check_torch(const char* function, int32_t error);
+
+// The result of an op for the arguments on the stack, whose first one it replaces.
+template <size_t count>
+Tensor call(const char* op, const char* overload, std::array<StableIValue, count> stack) {
+    check_torch(op, torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
+    return torch::stable::detail::to<Tensor>(stack[0]);
+}
 
 // For the backends: the op `repack`, a new tensor on the device of `like`, decoded weights, a view, aten::linear,
 // aten::mm into `out`.

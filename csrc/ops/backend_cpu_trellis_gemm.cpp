@@ -233,6 +233,7 @@ Tensor gemm_trellis(const Tensor& x, const std::optional<Tensor>& bias, const Te
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, CPU, library) {
     library.impl("gemm_trellis", TORCH_BOX(&gemm_trellis));
     library.impl("gemm_trellis_inference", TORCH_BOX(&gemm_trellis));
+    library.impl("gemm_trellis_int8", TORCH_BOX(&gemm_trellis));  // has no kernels of its own
 }
 
 }  // namespace

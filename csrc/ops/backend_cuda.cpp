@@ -108,9 +108,7 @@ HF_KBIT_EXPORT int hf_kbit_cuda_arch() {
         return 0;
     }
 }
-// Of gemm_trellis_many: the numbers of weights that it is quicker for than gemm_trellis_few, from the ninth token on;
-// and the most tokens on the current GPU.
-HF_KBIT_EXPORT int hf_kbit_cuda_large_trellis() { return hf_kbit::fitted::many_trellis::kLarge; }
+// The most tokens of gemm_trellis_many on the current GPU.
 HF_KBIT_EXPORT int hf_kbit_cuda_many_trellis_tokens() {
     try {
         return hf_kbit::many_trellis_tokens(hf_kbit::cuda::current_gpu());

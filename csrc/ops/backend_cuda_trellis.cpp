@@ -44,6 +44,7 @@ struct Weight {
           across(words.size(-2)),
           down(words.size(-3)),
           bits(static_cast<int>(words.size(-1) / kTrellisTile)) {
+        check_dtype("words", words, {ScalarType::Short});
         check_side("suh", suh, across, matrix[1], block);
         check_side("svh", svh, down, matrix[0], block);
     }
@@ -55,6 +56,7 @@ struct Weight {
 
     static void check_side(std::string_view name, const Tensor& scales, int64_t tiles, int64_t features,
                            int64_t block) {
+        check_dtype(name, scales, {ScalarType::Half});
         const int64_t padded = kTrellisTile * tiles;
         if (scales.size(-1) == padded && padded % block == 0 && features <= padded) return;
         refuse(name, "shape " + to_string(shape_of(scales)),
@@ -91,6 +93,7 @@ struct Products {
                 refuse("words", "shape " + to_string(shape_of(words[i])) + " beside " + to_string(shape_of(words[0])),
                        "products of one width and as many bits");
             }
+            if (of_biases[i]) check_dtype("bias", *of_biases[i], {x.scalar_type()});
             if (of_biases[i] && of_biases[i]->numel() != matrix[0]) {
                 refuse("bias", "shape " + to_string(shape_of(*of_biases[i])), "[" + std::to_string(matrix[0]) + "]");
             }
@@ -108,6 +111,29 @@ struct Products {
     }
 };
 
+// What kernels of a call leave each other: parts of one tensor, since each tensor takes the host microseconds.
+class Workspace {
+public:
+    Workspace(const Tensor& like, std::initializer_list<int64_t> sizes) {
+        int64_t bytes = 0;
+        for (const int64_t size : sizes) {
+            starts_.push_back(bytes);
+            bytes += ceil_div(size, kApart) * kApart;
+        }
+        memory_ = new_tensor(like, {bytes}, ScalarType::Byte);
+    }
+
+    template <typename T>
+    T* part(size_t i) {
+        return reinterpret_cast<T*>(write<std::byte>(memory_) + starts_.at(i));
+    }
+
+private:
+    static constexpr int64_t kApart = 256;  // bytes: where torch's tensors start
+    std::vector<int64_t> starts_;
+    Tensor memory_;
+};
+
 constexpr cuda::TrellisExperts kNoExperts = {nullptr, nullptr, 0, 1, 1, false};
 
 // Products that share x, widths, code and block, up to kTrellisParts, or one of rows of experts.
@@ -120,13 +146,11 @@ void few_tokens(const std::vector<cuda::TrellisProduct>& products, const cuda::T
                   items = tokens * experts.weights * static_cast<int64_t>(products.size());
     const FewTrellisPlan plan = plan_few_trellis(rows, one.across, downs, one.bits,
                                                  static_cast<int>(experts.offsets ? 2 : 2 * tokens), launch.gpu);
-    Tensor columns = new_tensor(x, {2 * items, one.sides.padded_in}, ScalarType::Char);
-    Tensor of_tokens = new_tensor(x, {items * static_cast<int64_t>(sizeof(TrellisToken))}, ScalarType::Byte);
-    Tensor sums = new_tensor(x, {few_trellis_sums(plan, experts.offsets ? rows : tokens)}, ScalarType::Int);
-    Tensor counts = new_tensor(x, {rows * few_trellis_counts(plan)}, ScalarType::Int);
-    Tensor weights = new_tensor(x, {experts.offsets ? rows : 0}, ScalarType::Int);
-    const cuda::FewTrellisRoom room{write<int8_t>(columns), write<TrellisToken>(of_tokens), write<int32_t>(sums),
-                                    write<uint32_t>(counts), write<int32_t>(weights)};
+    Workspace own(x, {2 * items * one.sides.padded_in, items * static_cast<int64_t>(sizeof(TrellisToken)),
+                      4 * few_trellis_sums(plan, experts.offsets ? rows : tokens), 4 * rows * few_trellis_counts(plan),
+                      experts.offsets ? 4 * rows : 0});
+    const cuda::FewTrellisRoom room{own.part<int8_t>(0), own.part<TrellisToken>(1), own.part<int32_t>(2),
+                                    own.part<uint32_t>(3), own.part<int32_t>(4)};
     check("few_trellis_tokens",
           cuda::few_trellis_tokens(products, experts, float_dtype("x", x.scalar_type(), false), tokens, plan, room,
                                    launch.gpu, launch.stream),
@@ -172,21 +196,16 @@ void many_tokens(const std::vector<cuda::TrellisProduct>& products, const cuda::
     }
     const int64_t tiles =
         experts.offsets ? 1 + most_many_trellis_tiles(plan, experts.count, tokens, experts.weights) : 0;
-    Tensor inputs =
-        new_tensor(x, {rows, many_trellis_width(one.sides.padded_in)}, int8 ? ScalarType::Char : ScalarType::Half);
-    Tensor units = new_tensor(x, {rows}, ScalarType::Float);
-    Tensor row_sums = new_tensor(x, {int8 ? rows : 0}, ScalarType::Int);
-    Tensor of_sums = new_tensor(x, {sums}, ScalarType::Half);
-    Tensor decoded = new_tensor(x, {many_trellis_decoded(plan, one.across)}, ScalarType::Char);
-    Tensor weights = new_tensor(x, {experts.offsets ? rows : 0}, ScalarType::Int);
-    Tensor of_tiles = new_tensor(x, {tiles * static_cast<int64_t>(sizeof(cuda::ManyTrellisTile))}, ScalarType::Byte);
-    const cuda::ManyTrellisRoom room{inputs.mutable_data_ptr(),
-                                     write<float>(units),
-                                     write<uint16_t>(of_sums),
-                                     write<int32_t>(row_sums),
-                                     write<int8_t>(decoded),
-                                     write<int32_t>(weights),
-                                     write<cuda::ManyTrellisTile>(of_tiles)};
+    Workspace own(x, {(int8 ? 1 : 2) * rows * many_trellis_width(one.sides.padded_in), 4 * rows, 2 * sums,
+                      int8 ? 4 * rows : 0, many_trellis_decoded(plan, one.across), experts.offsets ? 4 * rows : 0,
+                      tiles * static_cast<int64_t>(sizeof(cuda::ManyTrellisTile))});
+    const cuda::ManyTrellisRoom room{own.part<void>(0),
+                                     own.part<float>(1),
+                                     own.part<uint16_t>(2),
+                                     own.part<int32_t>(3),
+                                     own.part<int8_t>(4),
+                                     own.part<int32_t>(5),
+                                     own.part<cuda::ManyTrellisTile>(6)};
     check("many_trellis_tokens",
           cuda::many_trellis_tokens(products, experts, float_dtype("x", x.scalar_type(), false), tokens, plan, room,
                                     launch.gpu, launch.stream),
@@ -262,11 +281,131 @@ Tensor dense_trellis(const Tensor& words, const Tensor& suh, const Tensor& svh, 
     return out;
 }
 
+// --- products, each by what is fastest ---
+
+bool is_half(const Tensor& x, const cuda::Gpu& gpu) {
+    return (x.scalar_type() == ScalarType::Half || x.scalar_type() == ScalarType::BFloat16) && gpu.arch >= 800;
+}
+
+enum class Way { few, many, int8, none };
+
+// The kernels that multiply x by weights of so many rows, padded, in a launch.
+Way way_of(const Tensor& x, int64_t rows, Code code, bool int8, const cuda::Gpu& gpu) {
+    const int64_t width = x.size(-1), tokens = x.numel() / width;
+    const bool mul1 = code == Code::mul1;
+    if (!is_half(x, gpu) || tokens == 0) return Way::none;
+    const int64_t most = width <= kMostFeatures && rows <= kMostFeatures ? many_trellis_tokens(gpu) : 0;
+    if (mul1 && width <= kMostFewTrellisFeatures) {
+        const bool large = most > 0 && rows * width >= fitted::many_trellis::kLarge;
+        if (tokens <= (large ? fitted::many_trellis::kMostFewOfLarge : kFewTrellisTokens) || batch_invariant())
+            return Way::few;
+    }
+    if (most == 0 || batch_invariant()) return Way::none;
+    if (int8 && mul1 && width <= kMostInt8TrellisFeatures && tokens * rows < int64_t{1} << 31) return Way::int8;
+    return tokens <= most ? Way::many : Way::none;
+}
+
+// Of what is decoded first.
+Tensor by_the_weight(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
+                     const Tensor& svh, const Shape& matrix, const std::string& code, int64_t block,
+                     const cuda::Gpu& gpu) {
+    using torch::stable::detail::from;
+    if (x.numel() == 0) return new_tensor(x, with_last(shape_of(x), matrix[0]), x.scalar_type());
+    if (batch_invariant()) {
+        refuse("set_batch_invariant",
+               "a product of " + dtype_name(x.scalar_type()) + " on cuda by " + std::to_string(matrix[1]) +
+                   " columns of a trellis of code " + code,
+               "float16 or bfloat16 on a GPU of compute capability 8.0 or newer, code mul1 and at most " +
+                   std::to_string(kMostFewTrellisFeatures) + " columns");
+    }
+    if (is_half(x, gpu) && block == 128) {
+        return linear(x, dense_trellis(words, suh, svh, {matrix.data(), matrix.size()}, code, x.scalar_type()), bias);
+    }
+    return call<8>("hf_kbit::gemm_trellis_decoded", "",
+                   {from(x), from(bias), from(words), from(suh), from(svh), from(matrix), from(code), from(block)});
+}
+
+// As many at a time as the kernels take, of which none sees the others.
+void few_in_turn(const Products& products, const Launch& launch) {
+    for (int64_t start = 0; start < products.tokens; start += kFewTrellisTokens) {
+        auto some = products.arguments;
+        for (auto& one : some) {
+            one.x = static_cast<const uint16_t*>(one.x) + start * one.sides.in_features;
+            one.y = static_cast<uint16_t*>(one.y) + start * one.sides.out_features;
+        }
+        const int64_t count = std::min<int64_t>(products.tokens - start, kFewTrellisTokens);
+        few_tokens(some, kNoExperts, products.x, count, launch);
+    }
+}
+
+// Of weights of one width, in a launch if there are kernels for it.
+std::vector<Tensor> in_a_launch(const Tensor& x, const std::vector<std::optional<Tensor>>& biases,
+                                const std::vector<Tensor>& words, const std::vector<Tensor>& suh,
+                                const std::vector<Tensor>& svh, const std::vector<int64_t>& out_features,
+                                const std::string& code, int64_t block, bool int8) {
+    const Launch launch(x);
+    const Code its = check_code(code);
+    int64_t rows = 0;
+    for (const Tensor& scales : svh) rows += ceil_div(scales.size(-1), kManyTrellisRows) * kManyTrellisRows;
+    const Way way = way_of(x, rows, its, int8, launch.gpu);
+    if (way != Way::none) {
+        const Products products(x, biases, words, suh, svh, out_features, its, block);
+        if (way == Way::few) {
+            few_in_turn(products, launch);
+        } else {
+            many_tokens(products.arguments, kNoExperts, products.x, products.tokens, way == Way::int8, launch);
+        }
+        return products.y;
+    }
+    std::vector<Tensor> made;
+    for (size_t i = 0; i < words.size(); ++i) {
+        const Shape matrix{out_features.at(i), x.size(-1)};
+        made.push_back(
+            by_the_weight(x, biases.at(i), words[i], suh.at(i), svh.at(i), matrix, code, block, launch.gpu));
+    }
+    return made;
+}
+
+template <bool int8>
+Tensor gemm_trellis(const Tensor& x, const std::optional<Tensor>& bias, const Tensor& words, const Tensor& suh,
+                    const Tensor& svh, ShapeRef matrix, std::string code, int64_t block) {
+    if (x.dim() == 0 || x.size(-1) != matrix[1]) {
+        refuse("x", "shape " + to_string(shape_of(x)),
+               "[*, " + std::to_string(matrix[1]) + "], the in_features of the weight");
+    }
+    return in_a_launch(x, {bias}, {words}, {suh}, {svh}, {matrix[0]}, code, block, int8).at(0);
+}
+
+std::vector<Tensor> gemm_trellis_group(const Tensor& x, std::vector<std::optional<Tensor>> biases,
+                                       std::vector<Tensor> words, std::vector<Tensor> suh, std::vector<Tensor> svh,
+                                       std::vector<int64_t> out_features, std::string code, int64_t block, bool int8) {
+    const auto alike = [&](const Tensor& own) {
+        return own.size(-1) == words[0].size(-1) && own.size(-2) == words[0].size(-2);
+    };
+    const size_t most = std::all_of(words.begin(), words.end(), alike) ? kTrellisParts : 1;
+    std::vector<Tensor> made;
+    for (size_t start = 0; start < words.size(); start += most) {
+        const size_t stop = std::min(start + most, words.size());
+        const auto some = [&](const auto& all) {
+            return std::decay_t<decltype(all)>(all.begin() + start, all.begin() + stop);
+        };
+        for (Tensor& y :
+             in_a_launch(x, some(biases), some(words), some(suh), some(svh), some(out_features), code, block, int8)) {
+            made.push_back(std::move(y));
+        }
+    }
+    return made;
+}
+
 STABLE_TORCH_LIBRARY_IMPL(hf_kbit, CUDA, library) {
     library.impl("gemm_trellis_few", TORCH_BOX(&gemm_trellis_few));
     library.impl("gemm_trellis_many", TORCH_BOX(&gemm_trellis_many));
     library.impl("gemm_trellis_experts", TORCH_BOX(&gemm_trellis_experts));
     library.impl("dense_trellis", TORCH_BOX(&dense_trellis));
+    library.impl("gemm_trellis", TORCH_BOX(&gemm_trellis<false>));
+    library.impl("gemm_trellis_inference", TORCH_BOX(&gemm_trellis<false>));
+    library.impl("gemm_trellis_int8", TORCH_BOX(&gemm_trellis<true>));
+    library.impl("gemm_trellis_group", TORCH_BOX(&gemm_trellis_group));
 }
 
 }  // namespace

@@ -40,17 +40,6 @@ std::atomic<bool> asked_for_batch_invariance{false};
 
 bool batch_invariant() { return asked_for_batch_invariance.load(std::memory_order_relaxed); }
 
-namespace {
-
-// The result of an op of torch for the arguments on the stack, whose first one it replaces.
-template <size_t count>
-Tensor call(const char* op, const char* overload, std::array<StableIValue, count> stack) {
-    check_torch(op, torch_call_dispatcher(op, overload, stack.data(), TORCH_ABI_VERSION));
-    return torch::stable::detail::to<Tensor>(stack[0]);
-}
-
-}  // namespace
-
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
     using torch::stable::detail::from;
     if (x.dim() != 2) {  // else the result may be a view, which nobody may change in place when it comes from our op

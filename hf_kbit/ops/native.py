@@ -143,13 +143,6 @@ def many_trellis_tokens(device: torch.device) -> int:
 
 
 @functools.cache
-def large_trellis() -> int:
-    """How many numbers the weights of a product have for which ``gemm_trellis_many`` is the quicker one from nine
-    tokens on; 0 without CUDA library."""
-    return _cuda_number("large_trellis")
-
-
-@functools.cache
 def library(name: str) -> Library:
     """The library of a device type, ``cpu`` or ``cuda``, loaded at the first call."""
     if name not in ("cpu", "cuda"):

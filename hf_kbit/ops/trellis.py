@@ -2,10 +2,11 @@
 
     y = rotate(rotate(x * suh) @ inner.T) * svh + bias
 
-On a CPU the ops ``gemm_trellis`` and ``gemm_trellis_inference`` are the library's. On a GPU kernels decode in
-registers where they take x, else torch multiplies: by the weight itself, if ``dense_trellis`` makes it, or by what is
-between the rotations, decoded, with inputs and outputs rotated rather than the weight, which is larger. The gradient
-of x is the same with the two sides exchanged. Each decodes again, so that no dense weight stays in memory.
+The libraries multiply by a matrix (csrc/ops). Where there is none, or no kernel that takes x, torch multiplies by what
+is between the rotations, decoded, with inputs and outputs rotated rather than the weight, which is larger. Products by
+experts and gradients are composed here, of kernels where a GPU has them: of rows of experts, and ``dense_trellis``,
+which makes the weight itself. The gradient of x is the product with the two sides exchanged. Each decodes again, so
+that no dense weight stays in memory.
 
 Here ``words`` are int16 ``[*, N / 16, K / 16, 16 * bits]``, any strides: the trellis of a file with its first two
 dimensions exchanged, so that rows come first. ``shape`` is ``(N, K)`` without the padding, ``block`` that of the
@@ -41,12 +42,9 @@ from hf_kbit.ops.table import LIBRARY, join_what_is_compiled
 
 OPS = torch.ops.hf_kbit
 _WEIGHT = "Tensor words, Tensor suh, Tensor svh, int[] shape, str code, int block"
-# Of kernels on GPUs that add up whole numbers: columns, tokens of a matrix, rows of experts.
-MOST_IN_WHOLE_NUMBERS, MOST_FEW_TOKENS, MOST_FEW_ROWS = 2**15, 16, 2**12
-MOST_FEW_TOKENS_OF_LARGE = 8  # if weights are large, on Hopper, where kernels for many tokens are quicker for more
-MOST_IN_A_LAUNCH = 4  # weights
-# Of those for many tokens: rows or columns, columns of 8-bit inputs, results.
-MOST_FEATURES, MOST_INT8_FEATURES, MOST_SUMS = 2**27, 2**17, 2**31
+# Of kernels on GPUs for rows of experts: columns and rows of those that add up whole numbers, columns of 8-bit inputs,
+# results of those for many rows.
+MOST_IN_WHOLE_NUMBERS, MOST_FEW_ROWS, MOST_INT8_FEATURES, MOST_SUMS = 2**15, 2**12, 2**17, 2**31
 
 
 def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: int) -> torch.Tensor:
@@ -55,12 +53,12 @@ def product(x, bias, words, suh, svh, shape: Sequence[int], code: str, block: in
     if forward_ad._current_level >= 0:
         return with_tangents(lambda x, bias: OPS.gemm_trellis(x, bias, *how), x, bias)
     # An op with autograd takes the host twice as long.
-    return (OPS.gemm_trellis if wants_gradient(x, bias) else OPS.gemm_trellis_inference)(x, bias, *how)
+    return (_WITH_GRADIENT if wants_gradient(x, bias) else _INFERENCE)(x, bias, *how)
 
 
 def product_int8(x, bias, *weight) -> torch.Tensor:
     """``product`` of inputs that may be rounded to 8 bits, where that is faster and no gradient is wanted."""
-    return OPS.gemm_trellis_int8(x, bias, *weight) if can_round(x, bias) else product(x, bias, *weight)
+    return _INT8(x, bias, *weight) if can_round(x, bias) else product(x, bias, *weight)
 
 
 def products(x, biases: Sequence, weights: Sequence[tuple], int8: bool) -> list[torch.Tensor]:
@@ -140,7 +138,6 @@ def _multiplied(x, first, multiply: Callable, second, block: int, size: int) -> 
 
 # --- kernels of the CUDA library ------------------------------------------------------------------
 
-_SIDES = "Tensor words, Tensor suh, Tensor svh, int[] shape"
 # Of several weights of one width, of which the rows are told; for few tokens of code mul1.
 _SEVERAL = "Tensor x, Tensor?[] biases, Tensor[] words, Tensor[] suh, Tensor[] svh, int[] rows"
 LIBRARY.define(f"gemm_trellis_few({_SEVERAL}, int block) -> Tensor[]")
@@ -148,61 +145,18 @@ LIBRARY.define(f"gemm_trellis_many({_SEVERAL}, str code, int block, bool int8) -
 LIBRARY.define(
     f"gemm_trellis_experts(Tensor x, Tensor? rows, Tensor offsets, {_WEIGHT}, bool swiglu, str how) -> Tensor"
 )
-LIBRARY.define(f"dense_trellis({_SIDES}, str code, ScalarType dtype) -> Tensor")
+LIBRARY.define(
+    "dense_trellis(Tensor words, Tensor suh, Tensor svh, int[] shape, str code, ScalarType dtype) -> Tensor"
+)
 
 
 def _is_half_on_gpu(x: torch.Tensor) -> bool:
     return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and native.cuda_arch(x.device) >= 800
 
 
-def _are_few(x: torch.Tensor, rows: int) -> bool:
-    """Whether products of x by weights of code mul1, of so many rows in all, are those of few tokens, or of as few at
-    a time."""
-    if x.numel() == 0 or x.shape[-1] > MOST_IN_WHOLE_NUMBERS or not _is_half_on_gpu(x):
-        return False
-    are_large = _most_many(x) > 0 and rows * x.shape[-1] >= native.large_trellis()
-    most = MOST_FEW_TOKENS_OF_LARGE if are_large else MOST_FEW_TOKENS
-    return x.numel() <= most * x.shape[-1] or native.batch_invariant
-
-
-def _few(x, *of_each) -> list[torch.Tensor]:
-    parts = x.reshape(-1, x.shape[-1]).split(MOST_FEW_TOKENS)
-    if len(parts) == 1:
-        return OPS.gemm_trellis_few(x, *of_each)
-    of_parts = zip(*(OPS.gemm_trellis_few(part, *of_each) for part in parts), strict=True)
-    return [torch.cat(each).unflatten(0, x.shape[:-1]) for each in of_parts]
-
-
-def _most_many(x: torch.Tensor) -> int:
-    """The most tokens of x for which a weight is decoded in registers of Hopper's."""
-    can = x.numel() > 0 and x.shape[-1] <= MOST_FEATURES and _is_half_on_gpu(x) and not native.batch_invariant
-    return native.many_trellis_tokens(x.device) if can else 0
-
-
-def _have_places(rows: int, *svhs: torch.Tensor) -> bool:
-    """Whether so many rows of results, which are padded to 128, fit into memory of such kernels."""
-    return rows * sum(svh.shape[-1] + 128 for svh in svhs) < MOST_SUMS
-
-
-def _by_kernels(x, biases, words, suhs, svhs, rows, code, block, int8: bool) -> list[torch.Tensor] | None:
-    """Products of x by weights of one width in a launch, or None where no kernel decodes as it multiplies."""
-    of_each = biases, words, suhs, svhs, rows
-    if code == "mul1" and _are_few(x, sum(rows)):
-        return _few(x, *of_each, block)
-    width, most = x.shape[-1], _most_many(x) if sum(rows) <= MOST_FEATURES else 0
-    int8 = int8 and code == "mul1" and 0 < most and width <= MOST_INT8_FEATURES
-    int8 = int8 and _have_places(x.numel() // width, *svhs)
-    if int8 or 0 < x.numel() <= most * width:
-        return OPS.gemm_trellis_many(x, *of_each, code, block, int8)
-    return None
-
-
-def _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, int8: bool) -> torch.Tensor | None:
-    """``_by_kernels`` of one weight, which has to have as many columns as x."""
-    if x.shape[-1] != shape[1]:
-        raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {shape[1]}], the in_features of the weight")
-    y = _by_kernels(x, [bias], [words], [suh], [svh], [shape[0]], code, block, int8)
-    return None if y is None else y[0]
+def _shares_tiles(x: torch.Tensor) -> bool:
+    """Whether Hopper's kernels multiply x, which decode in registers for many rows."""
+    return _is_half_on_gpu(x) and native.many_trellis_tokens(x.device) > 0 and not native.batch_invariant
 
 
 def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
@@ -244,46 +198,32 @@ def _shape(words: torch.Tensor, shape: Sequence[int]) -> list[int]:
 
 
 def _gemm(x, bias, words, suh, svh, shape, code, block):
+    if x.shape[-1] != shape[1]:
+        raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {shape[1]}], the in_features of the weight")
     _check_can_multiply(x, shape, code)
-    y = _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, False)
-    if y is not None:
-        return y
-    if _makes_dense(x, suh, svh, block):
-        return F.linear(x, OPS.dense_trellis(words, suh, svh, shape, code, x.dtype), bias)
     matrix = _inner(words, code, x.dtype).mT
     y = _multiplied(x, suh, partial(torch.matmul, other=matrix), svh, block, shape[0])
     return (y if bias is None else y + bias).to(x.dtype)
 
 
-for _name in ("gemm_trellis", "gemm_trellis_inference"):  # with gradients, and without
+# With gradients and without, with inputs that may be rounded, and what a library leaves to torch.
+for _name in ("gemm_trellis", "gemm_trellis_inference", "gemm_trellis_int8", "gemm_trellis_decoded"):
     _op(
         f"{_name}(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
         lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
     )(_gemm)
-
-
-@_op(
-    f"gemm_trellis_int8(Tensor x, Tensor? bias, {_WEIGHT}) -> Tensor",
-    lambda x, _, w, u, v, shape, *__: (*x.shape[:-1], shape[0]),
+_WITH_GRADIENT, _INFERENCE, _INT8 = (
+    getattr(OPS, name).default for name in ("gemm_trellis", "gemm_trellis_inference", "gemm_trellis_int8")
 )
-def _(x, bias, words, suh, svh, shape, code, block):
-    y = _by_a_kernel_alone(x, bias, words, suh, svh, shape, code, block, True)
-    return OPS.gemm_trellis_inference(x, bias, words, suh, svh, shape, code, block) if y is None else y
-
 
 # Several weights, of which ``inductor`` joins products.
 LIBRARY.define(f"gemm_trellis_group({_SEVERAL}, str code, int block, bool int8) -> Tensor[]")
 
 
 def _group(x, biases, words, suhs, svhs, rows, code, block, int8):
-    packed, made = list(zip(biases, words, suhs, svhs, rows, strict=True)), []
-    most = MOST_IN_A_LAUNCH if len({each.shape[-2:] for each in words}) == 1 else 1
-    multiply = OPS.gemm_trellis_int8 if int8 else OPS.gemm_trellis_inference
-    for start in range(0, len(packed), most):
-        some = packed[start : start + most]
-        joined = _by_kernels(x, *map(list, zip(*some, strict=True)), code, block, int8)
-        made += joined or [multiply(x, bias, *how, [count, x.shape[-1]], code, block) for bias, *how, count in some]
-    return made
+    multiply, shapes = _INT8 if int8 else _INFERENCE, [[count, x.shape[-1]] for count in rows]
+    packed = zip(biases, words, suhs, svhs, shapes, strict=True)
+    return [multiply(x, bias, *how, code, block) for bias, *how in packed]
 
 
 LIBRARY.impl("gemm_trellis_group", _group, "CompositeExplicitAutograd")
@@ -353,7 +293,7 @@ def _by_a_kernel(x, rows, offsets, words, suh, svh, shape, code: str, block: int
         return None
     words, suh, svh = _with_groups(words, suh, svh)
     count, groups = words.shape[:2]
-    can_share = _most_many(x) > 0 and _have_places(tokens * groups, svh)
+    can_share = _shares_tiles(x) and tokens * groups * (svh.shape[-1] + 128) < MOST_SUMS
     few = tokens <= (count / 2 if can_share else min(2 * count, MOST_FEW_ROWS)) or native.batch_invariant
     offsets, packed = offsets.int(), (words, suh, svh, [shape[0] // groups, width], code, block, swiglu)
     rows = None if rows is None else rows.int()

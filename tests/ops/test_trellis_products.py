@@ -288,7 +288,7 @@ def test_a_token_has_its_bits_in_any_batch(code, dtype, device, batch_invariant)
     packed = weight(TrellisDecoding(3, code, block=64), 200, 1090).moved(device)
     x, bias = torch.randn(600, 1090, device=device).to(dtype), torch.randn(200, device=device).to(dtype)
     if device != "cpu" and (code != "mul1" or dtype == torch.float32):
-        with pytest.raises(ValueError, match=r"set_batch_invariant: found a product of .* on cuda by 1,090 columns"):
+        with pytest.raises(ValueError, match=r"set_batch_invariant: found a product of \S+ on cuda by 1090 columns"):
             F.linear(x, packed)
         return
     alone = torch.cat([F.linear(row[None], packed, bias) for row in x[:40]])
