@@ -1,5 +1,6 @@
 """What lies beside the weights of a model: ``hf-kbit quantize`` copies it, and says what it leaves behind."""
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -9,23 +10,34 @@ from hf_kbit.cli.output import line
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".ot", ".tflite")
 WEIGHTS += (".gguf", ".ggml", ".onnx", ".onnx_data", ".pb", ".mlmodel", ".index.json")
 ADAPTERS = "adapter_config.json"  # with which Transformers would look for adapters in a folder
+MODULES = "modules.json"
 READ = re.compile(r"(pytorch_)?model\b.*")  # to quantize the model
 
 
 def copy(model: str, revision: str | None, out: Path) -> None:
     """Copies what is neither a weight nor in the folder ``out`` already: tokenizers, processors, templates, and what
-    other libraries need, in folders too. Says what stays behind: weights that were not read, and folders with such."""
-    if Path(model).is_dir():
-        names, folder = _names(Path(model)), Path(model)
-    else:
-        names, folder = _on_the_hub(model, revision), None
-    weights = {name for name in names if name.endswith(WEIGHTS) or name == ADAPTERS}
-    apart = {f"{top}/" for top, inside, _ in (name.partition("/") for name in weights) if inside}
-    kept = [name for name in names if name not in weights and not name.startswith(tuple(apart))]
-    if folder is None:
+    other libraries need, in folders too; of sentence-transformers' modules their weights as well. Says what stays
+    behind: other weights that were not read, and folders with such."""
+    here = Path(model).is_dir()
+    names = _names(Path(model)) if here else _on_the_hub(model, revision)
+
+    def folder_with(files: list[str]) -> Path:
+        if here:
+            return Path(model)
         from huggingface_hub import snapshot_download
 
-        folder = Path(snapshot_download(model, revision=revision, allow_patterns=kept))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=files))
+
+    modules = tuple(_modules(folder_with([MODULES]) / MODULES)) if MODULES in names else ()
+    weights = {name for name in names if name.endswith(WEIGHTS) or name == ADAPTERS}
+    weights = {name for name in weights if not name.startswith(modules)}
+    apart = {f"{top}/" for top, inside, _ in (name.partition("/") for name in weights) if inside}
+    kept = [
+        name
+        for name in names
+        if name.startswith(modules) or (name not in weights and not name.startswith(tuple(apart)))
+    ]
+    folder = folder_with(kept)
     for name in kept:
         target = out / name
         if not target.exists():
@@ -35,6 +47,12 @@ def copy(model: str, revision: str | None, out: Path) -> None:
         line("tokenizer", f"none in {model}")
     if left := sorted(apart | {name for name in weights if "/" not in name and not READ.fullmatch(name)}):
         line("left behind", f"{', '.join(left)}: with weights that were not read, so in {model} alone")
+
+
+def _modules(file: Path) -> list[str]:
+    """The folders, each with a slash behind it, of what sentence-transformers puts behind a model."""
+    modules = json.loads(file.read_text(encoding="utf-8"))
+    return [f"{path.rstrip('/')}/" for path in (module.get("path") for module in modules) if path]
 
 
 def _names(folder: Path) -> list[str]:

@@ -143,6 +143,9 @@ def command(given: Namespace) -> None:
         model_card(quantized, given.push_to_hub or out.resolve().name).save(output.model / "README.md")
         beside.copy(given.model, given.revision, output.model)
         output.publish()
+    if ignored := quantized.hf_quantizer.ignored:
+        first, names = min(ignored), f"{len(ignored)} tensors that {type(quantized).__name__} does not read"
+        line("kept", f"{names}, such as {first}: as they are")
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
     if given.push_to_hub is not None:

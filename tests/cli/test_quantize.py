@@ -224,8 +224,10 @@ def test_a_full_disk(device, monkeypatch, tmp_path, calibrate):
 # --- what lies beside a model ---------------------------------------------------------------------
 
 BESIDE = {  # made up, but for their names: they are copied as they are
-    "modules.json": "[]",
+    "modules.json": '[{"path": ""}, {"path": "1_Pooling"}, {"path": "2_Dense/"}, {"type": "Normalize"}]',
     "1_Pooling/config.json": '{"pooling_mode_cls_token": true}',
+    "2_Dense/config.json": "{}",
+    "2_Dense/model.safetensors": "a layer behind the model",
     "notes.txt": "mine",
     "preprocessor_config.json": "{}",
     "processor_config.json": "{}",
@@ -251,8 +253,7 @@ def test_what_lies_beside_a_model_is_kept_or_named(tmp_path):
         "__pycache__/a.pyc",
     )
     left = (
-        "2_Dense/config.json",
-        "2_Dense/model.safetensors",
+        "2_Dense_of_before/model.safetensors",
         "onnx/fp16/model.onnx",
         "onnx/ort.json",
         "optimizer.pt",
@@ -263,7 +264,8 @@ def test_what_lies_beside_a_model_is_kept_or_named(tmp_path):
     printed = quantize(whisper, out)
     assert "tokenizer" not in printed
     assert (
-        f"left behind   2_Dense/, onnx/, optimizer.pt: with weights that were not read, so in {whisper} al" in printed
+        f"left behind   2_Dense_of_before/, onnx/, optimizer.pt: with weights that were not read, so in {whisper} al"
+        in printed
     )
     assert files_of(out) == OF_A_MODEL | {*BESIDE}
     assert all((out / name).read_text() == text for name, text in BESIDE.items())

@@ -29,7 +29,7 @@ from hf_kbit.format.decoding import COLUMNS
 from hf_kbit.format.errors import refuse
 from hf_kbit.format.kinds import NAMES
 from hf_kbit.format.model import Exl3
-from hf_kbit.integrations.transformers import exl3, fit, inputs, mxfp4, parallel, tying
+from hf_kbit.integrations.transformers import exl3, fit, ignored, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
     KbitQuantize,
     assembly,
@@ -74,6 +74,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.stored: list[str] = []  # layers that the checkpoint has packed, as conversions find their names
         self.files: dict[str, str] = {}  # of the tensors of a quantized checkpoint
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
+        self.ignored: dict[str, ignored.Ignored] = {}  # tensors there that the model's class leaves out
         self.exl3: exl3.Folder | None = None  # the checkpoint, if it is one
         self.device_map: object = None
         self.text: object = None  # what the model is to read, if it is calibrated
@@ -143,13 +144,14 @@ class KbitHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             self._prepare_quantized(model, checkpoint_files, conversions)
         else:
-            tensors = fit.read_unpacked(checkpoint_files or ())
+            tensors, names = fit.read_unpacked(checkpoint_files or ()), Names(model, conversions)
             self.mxfp4 = mxfp4.projections(tensors)
             if self.calibrates:
                 how = self.device_map, self.mxfp4
                 self.text = self.on_loading().prepare(model, self.quantization_config, *how)
                 return
-            self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], Names(model, conversions))
+            self.ignored = ignored.find(model, names, tensors)
+            self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], names)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
         model.initialize_weights = partial(self._initialize_weights, model)
@@ -217,6 +219,7 @@ class KbitHfQuantizer(HfQuantizer):
             self.stored += [name.removeprefix(base) for name in self.stored] + [base + name for name in self.stored]
             return
         self.files = {name: tensor.file for name, tensor in tensors.items()}
+        self.ignored = ignored.find(model, names, tensors)
         fit.check_tensors(model, layers, names, tensors, packed, whole=saved)
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
@@ -269,6 +272,7 @@ class KbitHfQuantizer(HfQuantizer):
     def adopt(self, plan: Plan) -> None:
         """Makes a model that was quantized in memory what loading would have made it."""
         self.outcome, model = plan.outcome, plan.model
+        self.ignored = ignored.find_for(model)
         # As weights are marked that Transformers has loaded.
         for name in plan.decodings.keys() - plan.outcome.lost.keys():
             plan.sites[name].weight._is_hf_initialized = True
@@ -347,7 +351,10 @@ class KbitHfQuantizer(HfQuantizer):
         tied = {f"{name}.weight" for name in tying.tied(model)}
         values = model.state_dict(keep_vars=True)  # packed weights as one value each
         state = {name: tensor.detach() for name, tensor in values.items() if name not in tied}
-        return flattened(model, state), checkpoint.unsealed(self.quantization_config.stored)
+        flat = flattened(model, state)
+        if flat:  # else another process writes
+            flat |= ignored.read(self.ignored)
+        return flat, checkpoint.unsealed(self.quantization_config.stored)
 
     def _dequantize(self, model, dtype=None):
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
