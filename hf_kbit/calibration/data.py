@@ -38,11 +38,11 @@ class Text:
             such as an encoder, reads these texts. So does any for the method ``"weighted"``, unless it is to ``tune``.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
         sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128 of a
-            text; what the model writes is 128 sequences, 64 on a CPU, and for ``tune`` 4096, or 256 on a CPU; what
-            ``"weighted"`` reads without data is 16.
-        length: tokens of each, or what the model or the tokenizer has positions for. Best as many as the model will
-            read at once: some ten if it reads sentences. Default: 2048 of a text; 640 of what the model writes, 256 on
-            a CPU; 256 of what ``"weighted"`` reads without data.
+            text, and a short one is filled up by what the model writes; that alone is 128 sequences, 64 on a CPU, and
+            for ``tune`` 4096, or 256 on a CPU; what ``"weighted"`` reads without data is 16.
+        length: tokens of each at most, or what the model or the tokenizer has positions for. Best as many as the model
+            will read at once: some ten if it reads sentences. Default: 2048 of a text; 640 of what the model writes,
+            256 on a CPU; 256 of what ``"weighted"`` reads without data.
     """
 
     data: torch.Tensor | Mapping[str, Any] | str | Path | Iterable[str] | None = None
@@ -247,8 +247,8 @@ def text_of(data: str | Path | Iterable[str] | None) -> str:
 
 
 def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: int) -> torch.Tensor:
-    """int64 ``[n, length]``, at most ``sequences`` of them; a text shorter than one is one shorter sequence. Each has
-    what the tokenizer puts before and after any text: without their first token some models do not know what to do."""
+    """int64 ``[n, tokens]``, at most ``sequences`` of ``length`` tokens at most, all of the same. Each has what the
+    tokenizer puts before and after any text: without their first token some models do not know what to do."""
     # Spread over all of it, since the beginning of a long text may be about one thing. What is not needed of a very
     # long one is left out before it is tokenized, which takes longest.
     piece = length * CHARACTERS
@@ -261,6 +261,8 @@ def _cut(text: str, tokenizer: PreTrainedTokenizerBase, length: int, sequences: 
     before, body, after = ids[:first], ids[first:last], ids[last:]
     if (room := length - len(before) - len(after)) < 1:
         raise ValueError(f"length: found {length}, expected more than the {length - room} that the tokenizer adds")
+    if (count := -(-len(body) // room)) <= sequences:
+        room = len(body) // count  # so that next to nothing is left over
     rows = body[: len(body) // room * room].view(-1, room)
     rows = rows[spread(len(rows) - 1, sequences)] if len(rows) > sequences else rows
     return torch.cat([before.expand(len(rows), -1), rows, after.expand(len(rows), -1)], 1)

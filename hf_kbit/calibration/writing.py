@@ -15,11 +15,12 @@ from transformers import (
 )
 
 from hf_kbit.calibration import stream, tuning
-from hf_kbit.calibration.data import Text, amount, check_ids, positions, spread, text_of, tokenizer_of
+from hf_kbit.calibration.data import Text, amount, check_ids, positions, size_of, spread, text_of, tokenizer_of
 
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
+OWN = "text that the model wrote"
 OPENING = 40  # tokens of a sequence that are not written, but the first of a text of the built-in set
 TOGETHER = 1024  # sequences that are written at once, if the device is large enough for what the model keeps of them
 ROOM = 0.4  # of the device's memory beside the weights, so much is for that: caches grow by being copied
@@ -63,8 +64,7 @@ def write(
     if model.config.is_encoder_decoder or not model.can_generate() or not stream.reads_tokens(model):
         return None
     device = stream.resolve(device, model)
-    sequences, length = amount(sequences, length, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
-    length = min(length, positions(model.config.get_text_config()) or length)
+    sequences, length = _usual(model, (sequences, length), device, tune)
     opening, random = min(OPENING, length // 4), sequences // 2 if tune else 0
     generator = torch.Generator().manual_seed(SEED)
     groups = [
@@ -89,8 +89,8 @@ def write(
     except Exception as error:  # whatever the code of a model does
         reason = f"{type(error).__name__}: {error}"
     warnings.warn(
-        f"{type(model).__name__} cannot write a text to calibrate on ({reason}): the built-in text takes its place; "
-        "a text like what the model is for is better, see docs/calibration.md",
+        f"{type(model).__name__} cannot write a text to calibrate on ({reason}): it reads what it is given, or the "
+        "built-in text; a text like what the model is for is better, see docs/calibration.md",
         stacklevel=2,
     )
     return None
@@ -100,7 +100,7 @@ def chosen(
     model: PreTrainedModel,
     text: Text,
     little: bool,
-    amount: tuple[int | None, int | None],
+    asked: tuple[int | None, int | None],
     *,
     tune: int | bool = False,
     device: torch.device | str | None = None,
@@ -108,12 +108,35 @@ def chosen(
     **source: Any,
 ) -> tuple[Text, str]:
     """What is read, and what reports call it: the data, or, without any, so much that the model writes, or if a little
-    does, that of the built-in set."""
-    if text.data is not None or little:
-        return (text if text.data is not None else text.little()), text.name
-    how = {"tokenizer": text.tokenizer, "tune": tune, "device": device, "progress": progress}
-    own = write(model, *amount, **how, **source)
-    return replace(text, data=own), text.name if own is None else "text that the model wrote"
+    does, that of the built-in set. A text of which no amount is asked for is filled up, where it is short, with what
+    the model writes."""
+    how = {"tokenizer": text.tokenizer, "device": device, "progress": progress, **source}
+    if text.data is None:
+        if little:
+            return text.little(), text.name
+        own = write(model, *asked, tune=tune, **how)
+        return replace(text, data=own), text.name if own is None else OWN
+    if little or asked[0] is not None or not text.needs_tokenizer:
+        return text, text.name
+    rows, (sequences, length) = text.ids(model, **source), _usual(model, asked, stream.resolve(device, model))
+    missing = sequences - -(-sum(map(len, rows)) // length)
+    own = write(model, missing, length, **how) if missing > 0 else None
+    if own is None:
+        return text, text.name
+    name = f"{text.name} ({size_of(rows)}) and {OWN} ({size_of(own)})"
+    rows += own
+    # Any share is to have some of both: what is held out to tune are the last ones.
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
+    rows = [rows[place] for place in order]
+    return replace(text, data={"input_ids": rows, "attention_mask": list(map(torch.ones_like, rows))}), name
+
+
+def _usual(
+    model: PreTrainedModel, asked: tuple[int | None, int | None], device: torch.device, tune: int | bool = False
+) -> tuple[int, int]:
+    """Sequences to write, and tokens of each, where not so many are asked for."""
+    sequences, length = amount(*asked, stream.usual(tuning.AMOUNTS if tune else AMOUNTS, device))
+    return sequences, min(length, positions(model.config.get_text_config()) or length)
 
 
 def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -203,6 +226,7 @@ def _check_free(model: PreTrainedModel, device: torch.device) -> None:
     needed, (free, _) = stream.moved_bytes(model, device), stream.memory_of(device)
     if needed > free:
         raise MemoryError(
-            f"data: found none, and {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for the "
-            f"weights of {type(model).__name__}, which is to write a text; make room, or give it a text"
+            f"data: found less than is to be read, and {free / 1e9:,.1f} GB free on {device}, expected "
+            f"{needed / 1e9:,.1f} for the weights of {type(model).__name__}, which is to write the rest; make room, "
+            "or give it a text, and say how many sequences of it"
         )

@@ -80,14 +80,21 @@ def test_calibrate_takes_so_much_of_it():
 
 
 def test_length_of_sequences():
-    """As long as the model, the tokenizer and the caller want; a shorter text is one shorter sequence."""
+    """At most as many tokens as the model, the tokenizer and the caller want, so that the text is in all of them."""
     text, tokenizer = "0123456789abc" * 400, byte_tokenizer()
     for positions, asked, length in ((64, None, 64), (2049, None, 2048), (4096, 5, 5)):
         rows = read(cut(text, positions, length=asked, sequences=2000))
-        assert set(map(len, rows)) == {length} and "".join(rows) == text[: 5200 // length * length]
+        count = -(-5200 // length)
+        assert (
+            {*map(len, rows)} == {5200 // count}
+            and len(rows) == count
+            and "".join(rows) == text[: 5200 // count * count]
+        )
+        few = read(cut(text, positions, length=asked, sequences=2))
+        assert {*map(len, few)} == {min(length, 2600)}
     assert read(cut("y" * 63, 64)) == ["y" * 63]
     tokenizer.model_max_length = 62  # as for RoBERTa, two of whose position embeddings are no positions
-    assert cut("x" * 500, 64, tokenizer).shape == (8, 62)
+    assert cut("x" * 500, 64, tokenizer).shape == (9, 55)
 
 
 def test_each_sequence_begins_and_ends_as_a_text():
@@ -101,11 +108,13 @@ def test_each_sequence_begins_and_ends_as_a_text():
     model = llama(vocab_size=end + 1)
     for length in (4, 10, 1000):
         rows = read(cut(text, tokenizer=fast, length=length, sequences=2000))
-        assert all(len(row) == length and row[0] == "<" and row[-2:] == ">>" for row in rows)
-        assert "".join(row[1:-2] for row in rows) == text[: 1300 // (length - 3) * (length - 3)]
+        own = 1300 // -(-1300 // (length - 3))
+        assert all(len(row) == own + 3 <= length and row[0] == "<" and row[-2:] == ">>" for row in rows)
+        assert "".join(row[1:-2] for row in rows) == text[: 1300 // own * own]
         ids = torch.stack(Text(text, slow, length=length, sequences=2000).ids(model))
-        assert ids[:, 0].eq(begin).all() and ids[:, -1].eq(end).all() and ids.shape[1] == length
-        assert read(ids[:, 1:-1].reshape(1, -1)) == [text[: 1300 // (length - 2) * (length - 2)]]
+        own = 1300 // -(-1300 // (length - 2))
+        assert ids[:, 0].eq(begin).all() and ids[:, -1].eq(end).all() and ids.shape[1] == own + 2 <= length
+        assert read(ids[:, 1:-1].reshape(1, -1)) == [text[: 1300 // own * own]]
     assert read(cut("ab", tokenizer=fast, length=5)) == ["<ab>>"]
     with pytest.raises(ValueError, match="length: found 3, expected more than the 3 that the tokenizer adds"):
         cut(text, tokenizer=fast, length=3)

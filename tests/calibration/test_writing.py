@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit.calibration import stream, writing
-from hf_kbit.calibration.data import PROMPTS
+from hf_kbit.calibration.data import PROMPTS, Text
 from hf_kbit.calibration.writing import OPENING, write
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
@@ -150,6 +150,32 @@ def test_on_a_cpu_it_is_written_in_float32():
         assert seen == {torch.float32} and torch.equal(ids, write(copy.deepcopy(model).float(), 4, 20))
 
 
+def test_a_short_text_is_filled_up():
+    """To as many tokens as are written without one; not if an amount is asked for, or token ids are given. Texts of
+    both kinds are in any share."""
+    model, tokenizer, text = llama(), byte_tokenizer(), "to be filled up" * 20
+    sequences, length = writing.AMOUNTS["cpu"]
+
+    def read(data, amount=(None, None), little=False, of=model):
+        found, name = writing.chosen(of, Text(data, tokenizer, *amount), little, amount)
+        return [tuple(row) for row in map(torch.Tensor.tolist, found.ids(of))], name
+
+    rows, name = read(text)
+    own = [tuple(row) for row in write(model, sequences - 2, length, tokenizer=tokenizer).tolist()]
+    assert name == f"the data (1 x 300 tokens) and text that the model wrote ({sequences - 2} x {length} tokens)"
+    assert sorted(rows) == sorted([*own, tuple(text.encode())])
+    many, _ = read(text, (None, 32))  # 10 of 30 tokens, then 54 of 32
+    assert [len(row) for row in many].count(30) == 10 and len(many) == sequences
+    assert all(1 <= sum(len(row) == 30 for row in part) <= 9 for part in (many[:32], many[32:]))
+    whole = text * 55  # 16,500 tokens
+    ids, name = torch.randint(256, (2, 9)), "the data"
+    assert read(whole) == (read(whole, (128, None))[0], name)
+    assert read(text, (3, None)) == read(text, little=True) == ([tuple(text.encode())], name)
+    assert read(ids) == ([tuple(row) for row in ids.tolist()], name)
+    encoder = BY_NAME["bert-masked"].build()
+    assert read("a" * 10, of=encoder)[1] == name
+
+
 @pytest.mark.gpu
 def test_a_model_on_the_cpu_is_on_the_gpu_while_it_writes():
     model = llama().bfloat16()
@@ -186,7 +212,7 @@ def test_a_model_that_does_not_fit(monkeypatch):
         assert write(model, 1, 2) is None
     memory(monkeypatch, available=needed - 1)
     with pytest.raises(
-        MemoryError, match=r"found none, and 0.0 GB free on cpu, .* for the weights of LlamaForCausalLM"
+        MemoryError, match=r"found less than .*, and 0.0 GB free on cpu, .* for the weights of LlamaForCausalLM"
     ):
         write(model, 1, 2)
     memory(monkeypatch, available=needed + 1000)
