@@ -10,8 +10,8 @@ from hf_kbit.cli.output import line
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".npz", ".h5", ".msgpack", ".ot", ".tflite")
 WEIGHTS += (".gguf", ".ggml", ".onnx", ".onnx_data", ".pb", ".mlmodel", ".index.json")
 ADAPTERS = "adapter_config.json"  # with which Transformers would look for adapters in a folder
-MODULES = "modules.json"
-READ = re.compile(r"(pytorch_)?model\b.*")  # to quantize the model
+MODULES, INDEX = "modules.json", "model.safetensors.index.json"
+READ = re.compile(r"(pytorch_)?model\b.*")  # to quantize the model, if no index says it
 
 
 def copy(model: str, revision: str | None, out: Path) -> None:
@@ -29,6 +29,8 @@ def copy(model: str, revision: str | None, out: Path) -> None:
         return Path(snapshot_download(model, revision=revision, allow_patterns=files))
 
     modules = tuple(_modules(folder_with([MODULES]) / MODULES)) if MODULES in names else ()
+    index = json.loads((folder_with([INDEX]) / INDEX).read_text(encoding="utf-8")) if INDEX in names else {}
+    read = {name for name in names if READ.fullmatch(name)} | {*index.get("weight_map", {}).values()}
     weights = {name for name in names if name.endswith(WEIGHTS) or name == ADAPTERS}
     weights = {name for name in weights if not name.startswith(modules)}
     apart = {f"{top}/" for top, inside, _ in (name.partition("/") for name in weights) if inside}
@@ -45,7 +47,7 @@ def copy(model: str, revision: str | None, out: Path) -> None:
             shutil.copyfile(folder / name, target)
     if not any(Path(name).name.startswith("tokenizer") or "processor" in name for name in kept):
         line("tokenizer", f"none in {model}")
-    if left := sorted(apart | {name for name in weights if "/" not in name and not READ.fullmatch(name)}):
+    if left := sorted(apart | {name for name in weights - read if "/" not in name}):
         line("left behind", f"{', '.join(left)}: with weights that were not read, so in {model} alone")
 
 

@@ -97,6 +97,7 @@ def command(given: Namespace) -> None:
     from hf_kbit.calibration.post_training import quantize_model
     from hf_kbit.cli.folder import claim
     from hf_kbit.integrations.transformers.cards import model_card
+    from hf_kbit.integrations.transformers.conversions import packed_away
     from hf_kbit.plan.config import KbitConfig
     from hf_kbit.plan.memory import parse_size
 
@@ -113,7 +114,7 @@ def command(given: Namespace) -> None:
     )
     is_mean, memory = bool(config.bits % 1), None if given.memory is None else parse_size(given.memory, "--memory")
     needs_dense = calibrate or is_mean or memory is not None
-    _check(given, needs_dense)
+    from_mxfp4 = _check(given, needs_dense)
     text, how = options.read_text(given), {"dtype": given.dtype, **source(given)}
     with claim(out) as output:
         if needs_dense:
@@ -137,8 +138,11 @@ def command(given: Namespace) -> None:
                 device=device,
                 report=line,
             )
-        else:
+        elif from_mxfp4:  # it is smaller than what it becomes
             quantized = load(given.model, device_map=device, quantization_config=config, **how)
+        else:
+            with packed_away(output.unfinished, device):
+                quantized = load(given.model, device_map="cpu", quantization_config=config, **how)
         quantized.save_pretrained(output.model)
         model_card(quantized, given.push_to_hub or out.resolve().name).save(output.model / "README.md")
         beside.copy(given.model, given.revision, output.model)
@@ -157,8 +161,8 @@ def command(given: Namespace) -> None:
         line("uploaded", repository)
 
 
-def _check(given: Namespace, needs_dense: bool) -> None:
-    """Refuses what can be refused before anything large is loaded."""
+def _check(given: Namespace, needs_dense: bool) -> bool:
+    """Refuses what can be refused before anything large is loaded. Says whether the model has experts in MXFP4."""
     from transformers import AutoConfig
 
     from hf_kbit.integrations.transformers import mxfp4
@@ -173,3 +177,4 @@ def _check(given: Namespace, needs_dense: bool) -> None:
         )
     if not needs_dense and (given.text or given.dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
+    return found is not None

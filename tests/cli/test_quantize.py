@@ -127,10 +127,11 @@ def test_to_a_mean_width(device, text, tmp_path):
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config
     dense = AutoModelForCausalLM.from_pretrained("dense")
     ids = torch.tensor(list(f"{text}\n\n{text}".encode()))
-    tokens = ids[: len(ids) // 96 * 96]  # fewer sequences than are wanted, so all of them
-    expected = widths.choose_widths(dense, tokens, 3.4, window=96, device=device)
+    window = len(ids) // -(-len(ids) // 96)  # fewer sequences than are wanted, so all of them
+    tokens = ids[: len(ids) // window * window]
+    expected = widths.choose_widths(dense, tokens, 3.4, window=window, device=device)
     assert config.module_bits == expected.module_bits and config.bits == expected.bits
-    measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=96, device=device)
+    measured = widths.measure(dense, tokens, hf_kbit.KbitConfig(bits=2), window=window, device=device)
     bits = {name: config.bits_for(name) for name in measured}
     mean = sum(bits[name] * layer.weights for name, layer in measured.items())
     mean /= sum(layer.weights for layer in measured.values())
@@ -270,7 +271,12 @@ def test_what_lies_beside_a_model_is_kept_or_named(tmp_path):
     assert files_of(out) == OF_A_MODEL | {*BESIDE}
     assert all((out / name).read_text() == text for name, text in BESIDE.items())
     assert json.loads((out / "generation_config.json").read_text())["max_new_tokens"] == 17
-    assert "left behind" not in quantize("dense", tmp_path / "nothing left")
+    named = shutil.copytree("dense", tmp_path / "named")  # by its index, as nobody else's file is
+    weights = (named / "model.safetensors").rename(named / "layers.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(weights), weights.name)}
+    (named / "model.safetensors.index.json").write_text(json.dumps(index))
+    for model in ("dense", named):
+        assert "left behind" not in quantize(model, tmp_path / f"{Path(model).name} and nothing left")
 
 
 def test_no_tokenizer_is_made_up(folder, tmp_path):

@@ -5,7 +5,11 @@ the other conversions of a model have done, which packed tensors must be spared.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 from torch import nn
@@ -26,6 +30,27 @@ from hf_kbit.nn.weight import KbitWeight, local
 from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor, Packed, as_parameter
 
 # --- reading --------------------------------------------------------------------------------------
+
+# Of models that are loaded to be saved: where packed weights are kept, and the device that packs them.
+AWAY: ContextVar[tuple[Path, torch.device] | None] = ContextVar("where packed weights are kept", default=None)
+
+
+@contextmanager
+def packed_away(folder: Path, device: torch.device | str) -> Iterator[None]:
+    """For models that are quantized while they load, on the CPU: each weight is packed on ``device`` and kept in CPU
+    memory that is mapped from a file, which the system can write out where memory is short. The files are without a
+    name, and go with the weights."""
+    token = AWAY.set((folder, torch.device(device)))
+    try:
+        yield
+    finally:
+        AWAY.reset(token)
+
+
+def _mapped(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
+    with NamedTemporaryFile(dir=folder) as file:
+        tensor.cpu().contiguous().numpy().tofile(file.name)
+        return torch.from_file(file.name, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
 
 
 class KbitQuantize(ConversionOps):
@@ -66,12 +91,15 @@ class KbitQuantize(ConversionOps):
                 self.hf_quantizer.outcome.untransformed[own_name] = packed.untransformed
         return {name: parallel.own_part(value, layer.weight)}
 
-    @staticmethod
-    def _packed(tensor: torch.Tensor, layer: KbitWeight, name: str) -> Packed:
+    def _packed(self, tensor: torch.Tensor, layer: KbitWeight, name: str) -> Packed:
         weight, expected = tensor.mT if layer.transposed else tensor, layer.weight.shape
         if weight.shape != expected:
             raise ValueError(f"{name}: found shape {list(weight.shape)}, expected {list(expected)}")
-        return layer.quantize(weight, name)
+        if self.hf_quantizer.away is None:
+            return layer.quantize(weight, name)
+        folder, device = self.hf_quantizer.away
+        packed = layer.quantize(weight.to(device), name)
+        return packed._replace(tensors={own: _mapped(part, folder) for own, part in packed.tensors.items()})
 
     def _leave(self, name: str, tensor, layer: KbitWeight, model) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""

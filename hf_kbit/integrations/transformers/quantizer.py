@@ -31,6 +31,7 @@ from hf_kbit.format.kinds import NAMES
 from hf_kbit.format.model import Exl3
 from hf_kbit.integrations.transformers import exl3, fit, ignored, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
+    AWAY,
     KbitQuantize,
     assembly,
     parameter_of,
@@ -82,6 +83,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
         self.plan: Plan | None = None  # of the model, while it is loaded
         self.outcome = Outcome()
+        self.away = AWAY.get()  # here, as weights may come in other threads
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         refuse_zero3()

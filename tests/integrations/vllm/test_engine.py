@@ -7,7 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import serving
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hf_kbit import KbitConfig
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
 from hf_kbit.integrations.vllm.loading import wrap_sleep
 
@@ -39,16 +43,50 @@ def counted(model, name: str) -> float:
     return sum(metric.value for metric in model.get_metrics() if metric.name == f"vllm:{name}")
 
 
-@pytest.mark.parametrize("dtype", serving.DTYPES)
-def test_a_quantized_draft(folder, dtype):
-    """It is the model itself, with a packed table and head: vLLM takes what it drafts."""
-    speculative = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+def drafts(folder: Path, speculative: dict) -> tuple[list, float, float]:
+    """What vLLM generates, and how many tokens were drafted for it, and accepted."""
     with serving.engine(folder, **ALONE, speculative_config=speculative, disable_log_stats=False) as model:
         names = "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
         before = [counted(model, name) for name in names]
         found = serving.complete(model)
-        drafted, accepted = (counted(model, name) - start for name, start in zip(names, before, strict=True))
+        return found, *(counted(model, name) - start for name, start in zip(names, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+def test_a_quantized_draft(folder, dtype):
+    """It is the model itself, with a packed table and head: vLLM takes what it drafts."""
+    speculative = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": 3}
+    found, drafted, accepted = drafts(folder, speculative)
     serving.assert_same(found, serving.load(folder, dtype))
+    assert 0 < 0.8 * drafted <= accepted
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+def test_layers_that_predict_further_tokens(dtype, tmp_path):
+    """Transformers does not read them, and they are saved with the quantized model. Here no layer adds anything, so
+    that the next token depends on the last one alone, and such a layer foretells what the model would say."""
+    layers = {"num_nextn_predict_layers": 1, "layer_types": 2 * ["full_attention"], "sliding_window": 64}
+    experts = {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1, **serving.MIXTURE}
+    config = AutoConfig.for_model("exaone_moe", **serving.SIZES, **layers, **experts, head_dim=32)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "o_proj" in name or "down_proj" in name:
+                parameter.zero_()
+    model.save_pretrained(tmp_path / "dense")
+    tensors, size = load_file(tmp_path / "dense/model.safetensors"), config.hidden_size
+    first = {name for name in tensors if ".layers.0." in name}
+    further = {name.replace("model.", "mtp."): tensors[name].clone() for name in first}
+    further["mtp.fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    norms = "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"
+    further |= {f"mtp.{norm}.weight": torch.ones(size) for norm in norms}
+    save_file(tensors | further, tmp_path / "dense/model.safetensors", {"format": "pt"})
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=4))
+    quantized.save_pretrained(tmp_path / "packed")
+    speculative = {"method": "mtp", "num_speculative_tokens": 1}
+    found, drafted, accepted = drafts(tmp_path / "packed", speculative)
+    serving.assert_same(found, serving.load(tmp_path / "packed", dtype))
     assert 0 < 0.8 * drafted <= accepted
 
 
@@ -56,7 +94,6 @@ def test_a_quantized_draft(folder, dtype):
 @pytest.mark.parametrize("name", ["mixed widths", "qwen3_moe"])
 def test_another_loader(name, dtype, tmp_path):
     """Packed tables, heads and experts come by any loader that gives a model the tensors of its files."""
-    from safetensors.torch import load_file
     from vllm.model_executor.model_loader import BaseModelLoader, register_model_loader
 
     @register_model_loader("plain")
