@@ -1,12 +1,14 @@
-"""The model of a folder or a name, to be calibrated, of the class that was saved."""
+"""The model of a folder or a name in 16 bits, of the class that was saved: to be calibrated, or decoded from FP8."""
 
 from pathlib import Path
 from typing import Any
 
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
 
 from hf_kbit.integrations.transformers.fit import saved_class
+
+FP8 = "fp8"  # DeepSeek's: blocks of 128 x 128 with a scale
 
 
 def load(
@@ -18,14 +20,23 @@ def load(
     **arguments: Any,
 ) -> PreTrainedModel:
     """The model of a folder or of a name on the Hub, of the class that was saved; arguments are of
-    ``from_pretrained``. Weights are mapped from the files: memory takes what is read of them, until it is short."""
+    ``from_pretrained``. Weights are mapped from the files: memory takes what is read of them, until it is short. Those
+    in FP8 are decoded, all of them into memory."""
     source = {"revision": revision, "trust_remote_code": trust_remote_code}
     config = AutoConfig.from_pretrained(name, **source)
     try:
         model_class = class_to_load(config)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
+    if quantized_by(config) == FP8:
+        arguments = {"quantization_config": FineGrainedFP8Config(dequantize=True), **arguments}
     return model_class.from_pretrained(name, dtype=dtype, **source, **arguments)
+
+
+def quantized_by(config: PreTrainedConfig) -> str:
+    """The method by which a checkpoint is quantized, as its config says; empty for one that is not."""
+    found = getattr(config, "quantization_config", None) or {}
+    return (found if isinstance(found, dict) else found.to_dict()).get("quant_method", "")
 
 
 def class_to_load(config: PreTrainedConfig) -> type:

@@ -8,12 +8,13 @@ from hf_kbit.cli import beside, options
 from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least, check_alone, source
 from hf_kbit.cli.output import line
 
+MXFP4 = "mxfp4"
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was calibrated, if any was"
 
 
 def add_options(parser: ArgumentParser) -> None:
     parser.set_defaults(interrupted=INTERRUPTED)
-    about = "Model to quantize: a folder, or a name on the Hub, in 16 or 32 bits, or GPT-OSS with MXFP4 experts."
+    about = "Model to quantize: a folder, or a name on the Hub, in 16 or 32 bits, in FP8, or with MXFP4 experts."
     parser.add_argument("model", help=about)
     about = "Folder to save the quantized model in: a new one or an empty one."
     parser.add_argument("out", type=Path, help=about)
@@ -93,7 +94,7 @@ def command(given: Namespace) -> None:
     that was finished.
     """
     from hf_kbit.calibration.data import tokenizer_of
-    from hf_kbit.calibration.loading import load
+    from hf_kbit.calibration.loading import FP8, load
     from hf_kbit.calibration.post_training import quantize_model
     from hf_kbit.cli.folder import claim
     from hf_kbit.integrations.transformers.cards import model_card
@@ -114,10 +115,12 @@ def command(given: Namespace) -> None:
     )
     is_mean, memory = bool(config.bits % 1), None if given.memory is None else parse_size(given.memory, "--memory")
     needs_dense = calibrate or is_mean or memory is not None
-    from_mxfp4 = _check(given, needs_dense)
+    quantized_before = _check(given, needs_dense)
     text, how = options.read_text(given), {"dtype": given.dtype, **source(given)}
     with claim(out) as output:
-        if needs_dense:
+        if needs_dense or quantized_before == FP8:
+            if quantized_before:
+                line("decoding", "from FP8, whose errors stay: of an original in 16 bits less would be lost")
             quantized = load(given.model, **how)
             quantize_model(
                 quantized,
@@ -138,7 +141,7 @@ def command(given: Namespace) -> None:
                 device=device,
                 report=line,
             )
-        elif from_mxfp4:  # it is smaller than what it becomes
+        elif quantized_before:  # MXFP4, which is smaller than what it becomes
             quantized = load(given.model, device_map=device, quantization_config=config, **how)
         else:
             with packed_away(output.unfinished, device):
@@ -161,20 +164,29 @@ def command(given: Namespace) -> None:
         line("uploaded", repository)
 
 
-def _check(given: Namespace, needs_dense: bool) -> bool:
-    """Refuses what can be refused before anything large is loaded. Says whether the model has experts in MXFP4."""
+def _check(given: Namespace, needs_dense: bool) -> str:
+    """Refuses what can be refused before anything large is loaded. Says how the model is quantized already, if it is:
+    in MXFP4 or FP8."""
     from transformers import AutoConfig
 
-    from hf_kbit.integrations.transformers import mxfp4
+    from hf_kbit.calibration.loading import FP8, quantized_by
 
-    found = getattr(AutoConfig.from_pretrained(given.model, **source(given)), "quantization_config", None)
-    if found is not None and not mxfp4.is_config(found):
-        raise ValueError(f"{given.model}: found it quantized already, expected a model in 16 or 32 bits")
-    if found is not None and needs_dense:
+    if given.model.endswith(".gguf"):
+        raise ValueError(
+            f"{given.model}: found a GGUF file, expected a folder or a name on the Hub, in 16 or 32 bits: take the "
+            "model that the file was made of"
+        )
+    found = quantized_by(AutoConfig.from_pretrained(given.model, **source(given)))
+    if found not in ("", MXFP4, FP8):
+        raise ValueError(
+            f"{given.model}: found it quantized already ({found}), expected a model in 16 or 32 bits, in FP8, or with "
+            "experts in MXFP4: take the model that it was made of"
+        )
+    if found == MXFP4 and needs_dense:
         raise ValueError(
             f"{given.model}: found experts in MXFP4, which are quantized without data, expected neither --calibrate "
             "nor --memory nor a mean of --bits"
         )
     if not needs_dense and (given.text or given.dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
-    return found is not None
+    return found

@@ -15,7 +15,7 @@ from architectures import BY_NAME
 from command import hf_kbit_command, refuse, succeed
 from killing import in_a_child, killed_everywhere
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
 
 import hf_kbit
@@ -70,6 +70,30 @@ def test_8_bit_inputs(tmp_path):
         quantize("dense", tmp_path / name, "--inputs", "int8", "--device", "cpu", *options)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert {layer.inputs for layer in packed_layers(model).values()} == {"int8"}
+
+
+@pytest.mark.parametrize("options", [("--bits", 3), ("--bits", 3, "--calibrate", "--sequences", 3, "--length", 32)])
+def test_what_is_in_fp8(options, tmp_path):
+    """It is decoded, and then as any other model; the command says that what FP8 has lost is lost."""
+    folder = Path(shutil.copytree("dense", tmp_path / "fp8"))
+    tensors, decoded = stored(folder), {}
+    for name in [name for name in tensors if "proj" in name]:  # all within one block of 128 x 128
+        scale = (tensors[name].abs().max().float() / 448)[None, None]
+        tensors[name] = (tensors[name].float() / scale).to(torch.float8_e4m3fn)
+        tensors[f"{name}_scale_inv"] = scale
+        decoded[name] = (tensors[name].float() * scale).bfloat16()
+    config = json.loads((folder / "config.json").read_text())
+    kind = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": kind}))
+    plain = Path(shutil.copytree("dense", tmp_path / "plain"))
+    save_file(stored(plain) | decoded, plain / "model.safetensors", {"format": "pt"})
+    printed = quantize(folder, tmp_path / "out", *options, "--device", "cpu")
+    assert "\ndecoding      from FP8, whose errors stay" in f"\n{printed}"
+    quantize(plain, tmp_path / "expected", *options, "--device", "cpu")
+    assert same(stored(tmp_path / "out"), stored(tmp_path / "expected"))
+    config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
+    assert config["quant_method"] == "kbit"
 
 
 @pytest.mark.parametrize("bits", [4, 3])
@@ -339,7 +363,8 @@ def test_a_model_of_the_hub(folder, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("packed", "packed: found it quantized already, expected a model in 16 or 32 bits"),
+        ("packed", "packed: found it quantized already (kbit), expected a model in 16 or 32 bits, in FP8, or with"),
+        ("model.gguf", "model.gguf: found a GGUF file, expected a folder"),
         ("dense --bits 6", "bits: found 6, expected one of 2, 3, 4, 5"),
         ("dense --bits 3 --memory 1GB", "argument --memory: not allowed with argument --bits"),
         ("dense --memory much", "--memory: found 'much', expected a size such as 20GB"),

@@ -33,12 +33,16 @@ def find(model, names: Names, tensors: Mapping[str, TensorHeader]) -> dict[str, 
     if not _ignores(model):
         return {}
     is_ignored = re.compile("|".join(f"(?:{pattern})" for pattern in getattr(model, PATTERNS))).search
-    found = {}
+    found, dtypes = {}, set()
     for stored_name, tensor in tensors.items():
         targets, converted = names.targets(stored_name)
         unknown = not any(target in names for target in targets) and any(map(is_ignored, (stored_name, *targets)))
         if unknown and "F" in tensor.dtype:
+            dtypes.add(tensor.dtype)
             found[stored_name if converted else targets[0]] = Ignored(stored_name, tensor.file)
+    if narrow := dtypes - {"F64", "F32", "F16", "BF16"}:  # with scales, and nobody would know how they belong together
+        logger.warning("hf_kbit: %d tensors in %s are not kept, such as %s", len(found), min(narrow), min(found))
+        return {}
     return found
 
 

@@ -115,6 +115,21 @@ def test_a_part_of_a_model_goes_without(original, tmp_path):
     assert not any("mtp" in name or "layers.61" in name for name in saved(tmp_path / "out"))
 
 
+def test_what_has_scales_is_left_out_and_named(original, tmp_path, monkeypatch):
+    """In 16 bits it would be other numbers."""
+    folder, further = original
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    tensors = load_file(copy / "model.safetensors")
+    first = min(name for name in further if "proj" in name)
+    tensors[first] = tensors[first].to(torch.float8_e4m3fn)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    said = []
+    monkeypatch.setattr(ignored.logger, "warning", lambda *args: said.append(args))
+    on_loading(copy).save_pretrained(tmp_path / "out")
+    assert not saved(tmp_path / "out").keys() & further.keys()
+    assert said[0][1:] == (len(further), "F8_E4M3", min(further))
+
+
 def test_the_command_says_what_is_kept(original, tmp_path):
     folder, further = original
     printed = succeed("quantize", folder, tmp_path / "out", "--bits", 3, "--device", "cpu").stdout
