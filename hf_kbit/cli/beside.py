@@ -53,8 +53,12 @@ def copy(model: str, revision: str | None, out: Path) -> None:
 
 def _modules(file: Path) -> list[str]:
     """The folders, each with a slash behind it, of what sentence-transformers puts behind a model."""
-    modules = json.loads(file.read_text(encoding="utf-8"))
-    return [f"{path.rstrip('/')}/" for path in (module.get("path") for module in modules) if path]
+    try:
+        modules = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError:  # some other file of that name
+        return []
+    paths = [module.get("path") for module in modules if isinstance(module, dict)] if isinstance(modules, list) else []
+    return [f"{path.rstrip('/')}/" for path in paths if path and isinstance(path, str)]
 
 
 def _names(folder: Path) -> list[str]:

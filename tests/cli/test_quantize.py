@@ -24,6 +24,7 @@ from hf_kbit.calibration import widths
 from hf_kbit.calibration.loading import load
 from hf_kbit.calibration.resume import Finished
 from hf_kbit.calibration.solving import METHODS
+from hf_kbit.cli import beside
 from hf_kbit.cli.folder import UNFINISHED, claim
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.plan import memory
@@ -70,6 +71,12 @@ def test_8_bit_inputs(tmp_path):
         quantize("dense", tmp_path / name, "--inputs", "int8", "--device", "cpu", *options)
         model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
         assert {layer.inputs for layer in packed_layers(model).values()} == {"int8"}
+
+
+@pytest.mark.parametrize("content", ["{", "3", '{"path": "x"}', '["x", {"path": 5}]'])
+def test_other_files_called_modules(content, tmp_path):
+    (tmp_path / "modules.json").write_text(content)
+    assert beside._modules(tmp_path / "modules.json") == []
 
 
 @pytest.mark.parametrize("options", [("--bits", 3), ("--bits", 3, "--calibrate", "--sequences", 3, "--length", 32)])

@@ -99,7 +99,10 @@ class KbitQuantize(ConversionOps):
             return layer.quantize(weight, name)
         folder, device = self.hf_quantizer.away
         packed = layer.quantize(weight.to(device), name)
-        return packed._replace(tensors={own: _mapped(part, folder) for own, part in packed.tensors.items()})
+        try:
+            return packed._replace(tensors={own: _mapped(part, folder) for own, part in packed.tensors.items()})
+        except OSError as error:
+            raise ValueError(f"{name}: found no way to keep it in {folder} ({error})") from error
 
     def _leave(self, name: str, tensor, layer: KbitWeight, model) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""

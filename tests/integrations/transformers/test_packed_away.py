@@ -8,6 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_kbit import KbitConfig
+from hf_kbit.integrations.transformers import conversions
 from hf_kbit.integrations.transformers.conversions import packed_away
 from hf_kbit.nn.weight import packed_layers
 
@@ -41,3 +42,15 @@ def test_packed_weights_are_mapped_from_files_without_a_name(config, folder, tmp
     model.save_pretrained(tmp_path / "saved")
     plain.save_pretrained(tmp_path / "plain")
     assert (tmp_path / "saved/model.safetensors").read_bytes() == (tmp_path / "plain/model.safetensors").read_bytes()
+
+
+def test_a_full_disk_is_named(folder, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(conversions, "NamedTemporaryFile", full)
+    with (
+        packed_away(tmp_path, "cpu"),
+        pytest.raises(ValueError, match=r"q_proj.weight: .* \(No space left on device\)"),
+    ):
+        load(folder, bits=3)
