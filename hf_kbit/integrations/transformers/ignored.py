@@ -68,8 +68,8 @@ def read(ignored: Mapping[str, Ignored]) -> dict[str, torch.Tensor]:
 
 
 def _ignores(model) -> bool:
-    whole = type(model).__name__ in (getattr(model.config, "architectures", None) or ())
-    return whole and bool(getattr(model, PATTERNS, None))
+    saved = getattr(model.config, "architectures", None)
+    return isinstance(saved, list) and type(model).__name__ in saved and bool(getattr(model, PATTERNS, None))
 
 
 def _files_of(model) -> list[str]:
