@@ -192,10 +192,18 @@ def amount(sequences: int | None, length: int | None, usual: tuple[int, int]) ->
     return (usual[0] if sequences is None else sequences), (usual[1] if length is None else length)
 
 
+def place_of(name: str | Path) -> tuple[str | Path, dict[str, str]]:
+    """What ``from_pretrained`` is to be given for a model: a GGUF file's folder, and its name there."""
+    file = Path(name)
+    return (file.parent, {"gguf_file": file.name}) if file.suffix == ".gguf" and file.is_file() else (name, {})
+
+
 def tokenizer_of(name: str | Path, **source: Any) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of a folder or of a model on the Hub, if it has one; ``source`` is of ``from_pretrained``."""
+    """The tokenizer of a folder, of a model on the Hub or of a GGUF file, if it has one; ``source`` is of
+    ``from_pretrained``."""
+    name, place = place_of(name)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(name, **source)
+        tokenizer = AutoTokenizer.from_pretrained(name, **source, **place)
     except (OSError, ValueError):
         return None
     # Where there is none, Transformers 5 makes one up for many kinds of models, which knows special tokens alone.

@@ -1,14 +1,23 @@
-"""The model of a folder or a name in 16 bits, of the class that was saved: to be calibrated, or decoded from FP8."""
+"""The model of a folder or a name in 16 bits, of the class that was saved: to be calibrated, or decoded from fewer."""
 
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    FineGrainedFP8Config,
+    GgufConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 
+from hf_kbit.calibration.data import place_of
 from hf_kbit.integrations.transformers.fit import saved_class
 
-FP8 = "fp8"  # DeepSeek's: blocks of 128 x 128 with a scale
+FP8, GGUF = "fp8", "gguf"  # DeepSeek's blocks of 128 x 128 with a scale; llama.cpp's files
 
 
 def load(
@@ -21,16 +30,24 @@ def load(
 ) -> PreTrainedModel:
     """The model of a folder or of a name on the Hub, of the class that was saved; arguments are of
     ``from_pretrained``. Weights are mapped from the files: memory takes what is read of them, until it is short. Those
-    in FP8 are decoded, all of them into memory."""
-    source = {"revision": revision, "trust_remote_code": trust_remote_code}
+    in FP8 or of a GGUF file are decoded, all of them into memory."""
+    given, (name, place) = str(name), place_of(name)
+    source = {"revision": revision, "trust_remote_code": trust_remote_code, **place}
     config = AutoConfig.from_pretrained(name, **source)
     try:
         model_class = class_to_load(config)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    if quantized_by(config) == FP8:
+    if place:
+        arguments["quantization_config"], dtype = (
+            GgufConfig(dequantize=True),
+            torch.bfloat16 if dtype == "auto" else dtype,
+        )
+    elif quantized_by(config) == FP8:
         arguments = {"quantization_config": FineGrainedFP8Config(dequantize=True), **arguments}
-    return model_class.from_pretrained(name, dtype=dtype, **source, **arguments)
+    model = model_class.from_pretrained(name, dtype=dtype, **source, **arguments)
+    model.name_or_path = given  # by which its tokenizer is found
+    return model
 
 
 def quantized_by(config: PreTrainedConfig) -> str:

@@ -14,7 +14,7 @@ INTERRUPTED = "interrupted; the same command goes on after the last layer that w
 
 def add_options(parser: ArgumentParser) -> None:
     parser.set_defaults(interrupted=INTERRUPTED)
-    about = "Model to quantize: a folder, or a name on the Hub, in 16 or 32 bits, in FP8, or with MXFP4 experts."
+    about = "Model to quantize: a folder or a name on the Hub, in 16 or 32 bits, FP8 or MXFP4; or a GGUF file."
     parser.add_argument("model", help=about)
     about = "Folder to save the quantized model in: a new one or an empty one."
     parser.add_argument("out", type=Path, help=about)
@@ -94,7 +94,7 @@ def command(given: Namespace) -> None:
     that was finished.
     """
     from hf_kbit.calibration.data import tokenizer_of
-    from hf_kbit.calibration.loading import FP8, load
+    from hf_kbit.calibration.loading import FP8, GGUF, load
     from hf_kbit.calibration.post_training import quantize_model
     from hf_kbit.cli.folder import claim
     from hf_kbit.integrations.transformers.cards import model_card
@@ -117,16 +117,18 @@ def command(given: Namespace) -> None:
     needs_dense = calibrate or is_mean or memory is not None
     quantized_before = _check(given, needs_dense)
     text, how = options.read_text(given), {"dtype": given.dtype, **source(given)}
+    tokenizer = tokenizer_of(given.model, **source(given))
     with claim(out) as output:
-        if needs_dense or quantized_before == FP8:
+        if needs_dense or quantized_before in (FP8, GGUF):
             if quantized_before:
-                line("decoding", "from FP8, whose errors stay: of an original in 16 bits less would be lost")
+                form = quantized_before.upper()
+                line("decoding", f"from {form}, whose errors stay: of an original in 16 bits less would be lost")
             quantized = load(given.model, **how)
             quantize_model(
                 quantized,
                 config,
                 data=text,
-                tokenizer=tokenizer_of(given.model, **source(given)),
+                tokenizer=tokenizer,
                 sequences=given.sequences,
                 length=given.length,
                 memory=memory,
@@ -148,7 +150,10 @@ def command(given: Namespace) -> None:
                 quantized = load(given.model, device_map="cpu", quantization_config=config, **how)
         quantized.save_pretrained(output.model)
         model_card(quantized, given.push_to_hub or out.resolve().name).save(output.model / "README.md")
-        beside.copy(given.model, given.revision, output.model)
+        if quantized_before != GGUF:
+            beside.copy(given.model, given.revision, output.model)
+        elif tokenizer is not None:
+            tokenizer.save_pretrained(output.model)
         output.publish()
     if ignored := quantized.hf_quantizer.ignored:
         first, names = min(ignored), f"{len(ignored)} tensors that {type(quantized).__name__} does not read"
@@ -165,22 +170,19 @@ def command(given: Namespace) -> None:
 
 
 def _check(given: Namespace, needs_dense: bool) -> str:
-    """Refuses what can be refused before anything large is loaded. Says how the model is quantized already, if it is:
-    in MXFP4 or FP8."""
+    """Refuses what can be refused before anything large is loaded. Says how the model is quantized already, or
+    nothing."""
     from transformers import AutoConfig
 
-    from hf_kbit.calibration.loading import FP8, quantized_by
+    from hf_kbit.calibration.data import place_of
+    from hf_kbit.calibration.loading import FP8, GGUF, quantized_by
 
-    if given.model.endswith(".gguf"):
+    name, place = place_of(given.model)
+    found = GGUF if place else quantized_by(AutoConfig.from_pretrained(name, **source(given)))
+    if found not in ("", MXFP4, FP8, GGUF):
         raise ValueError(
-            f"{given.model}: found a GGUF file, expected a folder or a name on the Hub, in 16 or 32 bits: take the "
-            "model that the file was made of"
-        )
-    found = quantized_by(AutoConfig.from_pretrained(given.model, **source(given)))
-    if found not in ("", MXFP4, FP8):
-        raise ValueError(
-            f"{given.model}: found it quantized already ({found}), expected a model in 16 or 32 bits, in FP8, or with "
-            "experts in MXFP4: take the model that it was made of"
+            f"{given.model}: found it quantized already ({found}), expected a model in 16 or 32 bits, in FP8, in a "
+            "GGUF file, or with experts in MXFP4: take the model that it was made of"
         )
     if found == MXFP4 and needs_dense:
         raise ValueError(

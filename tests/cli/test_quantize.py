@@ -13,10 +13,18 @@ import pytest
 import torch
 from architectures import BY_NAME
 from command import hf_kbit_command, refuse, succeed
+from gguf_file import write_gguf
 from killing import in_a_child, killed_everywhere
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, BertForMaskedLM, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertForMaskedLM,
+    GgufConfig,
+    LlamaForCausalLM,
+)
 
 import hf_kbit
 from hf_kbit import KbitLinear, codebooks
@@ -101,6 +109,27 @@ def test_what_is_in_fp8(options, tmp_path):
     assert same(stored(tmp_path / "out"), stored(tmp_path / "expected"))
     config = json.loads((tmp_path / "out/config.json").read_text())["quantization_config"]
     assert config["quant_method"] == "kbit"
+
+
+def test_a_gguf_file(tmp_path):
+    """It is decoded, with its tokenizer; what lies beside it is somebody's."""
+    pytest.importorskip("gguf")
+    file, data = tmp_path / "small.gguf", ("--calibrate", "--sequences", 2, "--length", 32)
+    write_gguf(file)
+    (tmp_path / "notes.txt").write_text("mine")
+    how = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.bfloat16}
+    AutoModelForCausalLM.from_pretrained(tmp_path, **how).save_pretrained(tmp_path / "decoded")
+    AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name).save_pretrained(tmp_path / "decoded")
+    for name, options in (("plain", ()), ("calibrated", data)):
+        out = tmp_path / name
+        assert "decoding      from GGUF, whose errors stay" in quantize(file, out, "--device", "cpu", *options)
+        quantize(tmp_path / "decoded", tmp_path / f"{name} expected", "--device", "cpu", *options)
+        assert same(stored(out), stored(tmp_path / f"{name} expected"))
+        tokenizers = (AutoTokenizer.from_pretrained(each) for each in (out, tmp_path / "decoded"))
+        assert len({tuple(own("xx zz")["input_ids"]) for own in tokenizers}) == 1 and "notes.txt" not in files_of(out)
+    model = hf_kbit.calibrate(file, bits=4, sequences=2, length=32)
+    assert same(model.state_dict(), AutoModelForCausalLM.from_pretrained(tmp_path / "calibrated").state_dict())
+    assert "none.gguf" in refuse("quantize", tmp_path / "none.gguf", tmp_path / "out")
 
 
 @pytest.mark.parametrize("bits", [4, 3])
@@ -370,8 +399,7 @@ def test_a_model_of_the_hub(folder, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        ("packed", "packed: found it quantized already (kbit), expected a model in 16 or 32 bits, in FP8, or with"),
-        ("model.gguf", "model.gguf: found a GGUF file, expected a folder"),
+        ("packed", "packed: found it quantized already (kbit), expected a model in 16 or 32 bits, in FP8, in a"),
         ("dense --bits 6", "bits: found 6, expected one of 2, 3, 4, 5"),
         ("dense --bits 3 --memory 1GB", "argument --memory: not allowed with argument --bits"),
         ("dense --memory much", "--memory: found 'much', expected a size such as 20GB"),
