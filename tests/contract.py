@@ -32,6 +32,7 @@ OPS = torch.ops.hf_kbit
 ALL_DTYPES = [*cases.FLOATS, torch.float64]
 TRANSFORMS = [(False, False), *cases.TRANSFORMS]  # scaled, rotated
 SHAPE = (35, 1000)  # N and K, where another counts: both ragged, several tiles
+REFUSALS = ValueError, RuntimeError  # of which torch 2.15 raises the second for what a library refuses
 
 
 def on(device: str, arguments):

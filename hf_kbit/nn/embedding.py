@@ -131,8 +131,8 @@ class KbitEmbedding(KbitWeight, nn.Embedding):
                 return nn.functional.embedding(ids, self.weight, self.padding_idx)
             gathers = is_sharded(weight) and not isinstance(weight.placements[-1], Replicate)
             return self._gathered(ids, weight) if gathers else local(weight).look_up(ids)
-        except (TypeError, ValueError) as error:
-            raise self.named(error) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.fail(error)
 
     def _gathered(self, ids: torch.Tensor, weight: DTensor) -> torch.Tensor:
         """Rows of a table that several processes share, by rows or by parts of each; all look up the same ids. Ids

@@ -100,8 +100,8 @@ class KbitProjection(KbitProduct):
             else:
                 how = bias, rows, offsets, rows_of_weight, columns, self.find_inverses(parts), swiglu
                 y = gemm_experts_int8(x, parts["words"], parts["absmax"], parts["codebook"], *how)
-        except (TypeError, ValueError) as error:
-            raise self.named(error) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.fail(error)
         return y if adapter is None else y + adapter(x, rows, offsets)
 
     def _save_to_state_dict(self, destination, prefix, keep_vars):

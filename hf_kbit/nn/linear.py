@@ -141,8 +141,8 @@ class KbitLinear(KbitProduct, nn.Linear):
             if self.inputs is None or self.training:
                 return parts["kind"].product(x, parts, bias)
             return self.product_int8(x, parts, bias)
-        except (TypeError, ValueError) as error:
-            raise self.named(error) from error
+        except (TypeError, ValueError, RuntimeError) as error:
+            self.fail(error)
 
     def reset_parameters(self) -> None:
         """Does nothing: a quantized weight has no random initialisation."""

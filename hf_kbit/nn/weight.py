@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.hooks.setting import arm
 from hf_kbit.nn.classes import MEMBERS, Changed, change, changed
 from hf_kbit.nn.offload import read_kept
+from hf_kbit.ops import native
 from hf_kbit.weight.packing import DEFAULT_CODEBOOK, DEFAULT_SCALE, Recipe, check_scale
 from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor, Packed, as_parameter
 from hf_kbit.weight.tensor_ops import moving
@@ -226,9 +228,12 @@ class KbitWeight(Changed, nn.Module):
             raise TypeError(f"x: found dtype {x.dtype}, expected a floating one")
         raise ValueError(f"x: found shape {list(x.shape)}, expected [*, {width}], the in_features of the layer")
 
-    def named(self, error: TypeError | ValueError) -> TypeError | ValueError:
-        """An error of the forward that names the layer."""
-        return type(error)(f"{self.qualified_name or type(self).__name__}: {error}")
+    def fail(self, error: Exception) -> NoReturn:
+        """Raises an error of the forward, which names the layer if it is about what the layer was given."""
+        refused = native.refusal(error)
+        if refused is None:
+            raise error
+        raise type(refused)(f"{self.qualified_name or type(self).__name__}: {refused}") from error
 
     # --- a weight comes in ---
 

@@ -104,6 +104,17 @@ def instruction_set(path: Path) -> str:
     return function().decode()
 
 
+REFUSAL = re.compile(r"\w+: found ")
+
+
+def refusal(error: Exception) -> TypeError | ValueError | None:
+    """An error about what an op was given, if it is one. A library's are ValueErrors, of which torch 2.15 makes
+    RuntimeErrors, as others are."""
+    if isinstance(error, TypeError | ValueError):
+        return error
+    return ValueError(str(error)) if type(error) is RuntimeError and REFUSAL.match(str(error)) else None
+
+
 batch_invariant = False  # what set_batch_invariant was last asked for
 
 
