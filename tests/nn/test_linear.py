@@ -355,11 +355,10 @@ def test_what_8_bit_inputs_need_is_found_once_and_anew_for_another_weight():
 
 def test_errors_of_a_library_name_the_layer(monkeypatch):
     """Whatever torch makes of them; other errors stay what they are."""
-    layer = nn.ModuleDict({"inner": linear(32, 64)})
-    hf_kbit.quantize_model(layer, bits=4)
+    layer = KbitLinear.from_linear(linear())
     for error, expected, said in (
-        (RuntimeError("x: found shape [3]"), ValueError, r"^inner: x: found shape \[3\]$"),
-        (ValueError("x: found shape [3]"), ValueError, r"^inner: x: found shape \[3\]$"),
+        (RuntimeError("x: found shape [3]"), ValueError, r"^KbitLinear: x: found shape \[3\]$"),
+        (ValueError("x: found shape [3]"), ValueError, r"^KbitLinear: x: found shape \[3\]$"),
         (RuntimeError("device-side assert"), RuntimeError, "^device-side assert$"),
         (torch.OutOfMemoryError("x: found none"), torch.OutOfMemoryError, "^x: found none$"),
     ):
@@ -367,7 +366,7 @@ def test_errors_of_a_library_name_the_layer(monkeypatch):
         def fails(*_, error=error):
             raise error
 
-        monkeypatch.setattr(type(layer["inner"].weight), "product", staticmethod(fails))
+        monkeypatch.setattr(type(layer.weight), "product", staticmethod(fails))
         with pytest.raises(expected, match=said) as raised:
-            layer["inner"](torch.ones(1, 64))
+            layer(torch.ones(1, 33))
         assert raised.type is expected
