@@ -2,6 +2,7 @@
 
 import time
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from functools import partial
 from pathlib import Path
 
 from hf_kbit.cli import beside, options
@@ -117,7 +118,7 @@ def command(given: Namespace) -> None:
     needs_dense = calibrate or is_mean or memory is not None
     quantized_before = _check(given, needs_dense)
     text, how = options.read_text(given), {"dtype": given.dtype, **source(given)}
-    tokenizer = tokenizer_of(given.model, **source(given))
+    find_tokenizer = partial(tokenizer_of, given.model, **source(given))  # only where one is needed: it may be odd
     with claim(out) as output:
         if needs_dense or quantized_before in (FP8, GGUF):
             if quantized_before:
@@ -128,7 +129,7 @@ def command(given: Namespace) -> None:
                 quantized,
                 config,
                 data=text,
-                tokenizer=tokenizer,
+                tokenizer=find_tokenizer(),
                 sequences=given.sequences,
                 length=given.length,
                 memory=memory,
@@ -152,7 +153,7 @@ def command(given: Namespace) -> None:
         model_card(quantized, given.push_to_hub or out.resolve().name).save(output.model / "README.md")
         if quantized_before != GGUF:
             beside.copy(given.model, given.revision, output.model)
-        elif tokenizer is not None:
+        elif (tokenizer := find_tokenizer()) is not None:
             tokenizer.save_pretrained(output.model)
         output.publish()
     if ignored := quantized.hf_quantizer.ignored:
