@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 import cases
 import torch
 from compiled import cuda_arch, is_hopper
+from packaging.version import Version
 from torch.utils._pytree import tree_map_only
 
 import hf_kbit
@@ -32,7 +33,8 @@ OPS = torch.ops.hf_kbit
 ALL_DTYPES = [*cases.FLOATS, torch.float64]
 TRANSFORMS = [(False, False), *cases.TRANSFORMS]  # scaled, rotated
 SHAPE = (35, 1000)  # N and K, where another counts: both ragged, several tiles
-REFUSALS = ValueError, RuntimeError  # of which torch 2.15 raises the second for what a library refuses
+# What is raised for what an op refuses: torch 2.15 makes RuntimeErrors of a library's ValueErrors.
+REFUSALS = (ValueError, RuntimeError) if Version(torch.__version__) >= Version("2.15") else ValueError
 
 
 def on(device: str, arguments):

@@ -311,7 +311,7 @@ Tensor by_the_weight(const Tensor& x, const std::optional<Tensor>& bias, const T
                      const cuda::Gpu& gpu) {
     using torch::stable::detail::from;
     if (x.numel() == 0) return new_tensor(x, with_last(shape_of(x), matrix[0]), x.scalar_type());
-    if (batch_invariant()) {
+    if (batch_invariant()) {  // here, since of an error from Python torch would leave no words
         refuse("set_batch_invariant",
                "a product of " + dtype_name(x.scalar_type()) + " on cuda by " + std::to_string(matrix[1]) +
                    " columns of a trellis of code " + code,

@@ -120,14 +120,13 @@ def chosen(
         return text, text.name
     rows, (sequences, length) = text.ids(model, **source), _usual(model, asked, stream.resolve(device, model))
     missing = sequences - -(-sum(map(len, rows)) // length)
-    own = write(model, missing, length, **how) if missing > 0 else None
-    if own is None:
-        return text, text.name
-    name = f"{text.name} ({size_of(rows)}) and {OWN} ({size_of(own)})"
-    rows += own
-    # Any share is to have some of both: what is held out to tune are the last ones.
-    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
-    rows = [rows[place] for place in order]
+    name, own = text.name, write(model, missing, length, **how) if missing > 0 else None
+    if own is not None:
+        name = f"{name} ({size_of(rows)}) and {OWN} ({size_of(own)})"
+        rows += own
+        # Any share is to have some of both: what is held out to tune are the last ones.
+        order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
+        rows = [rows[place] for place in order]
     return replace(text, data={"input_ids": rows, "attention_mask": list(map(torch.ones_like, rows))}), name
 
 

@@ -144,7 +144,7 @@ def command(given: Namespace) -> None:
                 device=device,
                 report=line,
             )
-        elif quantized_before:  # MXFP4, which is smaller than what it becomes
+        elif quantized_before:  # MXFP4, whose blocks become ours as they come
             quantized = load(given.model, device_map=device, quantization_config=config, **how)
         else:
             with packed_away(output.unfinished, device):
