@@ -64,8 +64,8 @@ def calibrate(
             the method ``"weighted"``, a little of a built-in one.
         config: which layers, widths and levels, as ``choose_widths`` returns; ``scale`` is always searched.
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
-            few times over; and the whole model, while it weighs tokens or writes a text. Default: where the model is;
-            if that is a CPU, the GPU, where there is one.
+            few times over; and, if its memory is large enough, for the whole model, while it weighs tokens or writes a
+            text. Default: where the model is; if that is a CPU, the GPU, where there is one.
         progress: shows a bar on stderr.
         revision: branch, tag or commit of a model on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.

@@ -105,10 +105,11 @@ def token_weights(
 ) -> dict[str, list[torch.Tensor]]:
     """``{name: [float32 [sequences, tokens] on the CPU of each batch]}``: how much tokens count for linear layers of a
     causal language model, some 1 on average; the same each time on the same machine. All of the model is on ``device``
-    meanwhile. ``dimensions`` says which one is that of sequences in what a layer is given (``check.rows_of``).
+    meanwhile, or, where that is too small for it, one layer after another, which goes there and back for each few
+    sequences. ``dimensions`` says which one is that of sequences in what a layer is given (``check.rows_of``).
 
     Layers are left out that make another number of rows than there are tokens, or whose gradients overflow. There are
-    none of another model, of one for which ``device`` is too small, or of one whose code has no way back.
+    none of another model, or of one whose code has no way back.
 
     Raises:
         MemoryError, torch.OutOfMemoryError: there is memory enough on ``device``, but too little of it is free.
@@ -125,10 +126,12 @@ def token_weights(
         together = max(min(NUMBERS // numbers, most), 1)
         elsewhere, (free, memory) = model.device != device, stream.memory_of(device)
         needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
-        if needed > memory:
+        if not (fits := needed <= memory) and not elsewhere:
             logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
             return {}
-        if needed > free:  # to weigh none would give other bytes, and what is free may be other each time
+        if not fits:
+            logger.info("hf_kbit: %s is too small for the model: its layers go there one after another", device)
+        elif needed > free:  # layer by layer would give other bytes, and what is free may be other each time
             raise MemoryError(
                 f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients "
                 f"of {type(model).__name__}, which weigh the tokens; make room, or take another device"
@@ -138,16 +141,18 @@ def token_weights(
         pieces = [
             piece
             for ids, own in zip(batches, squares, strict=True)
-            for piece in zip(ids.to(device).split(together), own.split(together, 1), strict=True)
+            for piece in zip(ids.split(together), own.split(together, 1), strict=True)
         ]
         # Gradients of other kinds of attention differ in the last bits each time.
-        place = stream.whole(model, device) if elsewhere else nullcontext()
+        place = stream.whole(model, device) if elsewhere and fits else nullcontext()
         with place, tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
             check_gradients(model, names, batches, device)
             choose = partial(draw, generator=generator)
             for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
                 parts = dict(zip(names, own, strict=True))
-                gradients(model, names, piece, device, choose, partial(_add, parts, dimensions), draws)
+                gradients(
+                    model, names, piece.to(model.device), device, choose, partial(_add, parts, dimensions), draws
+                )
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the code of a model does

@@ -13,16 +13,22 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from hf_kbit.calibration import stream, tuning
 from hf_kbit.calibration.data import Text, amount, check_ids, positions, size_of, spread, text_of, tokenizer_of
+from hf_kbit.plan.config import KbitConfig
+from hf_kbit.plan.plan import quantize_layers
+from hf_kbit.plan.selection import Packable
 
+logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transformers/report.py
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
 OWN = "text that the model wrote"
 OPENING = 40  # tokens of a sequence that are not written, but the first of a text of the built-in set
 TOGETHER = 1024  # sequences that are written at once, if the device is large enough for what the model keeps of them
+WRITER_BITS = 4  # of a model that is larger than the memory
 ROOM = 0.4  # of the device's memory beside the weights, so much is for that: caches grow by being copied
 
 
@@ -43,8 +49,8 @@ def write(
 
     A sequence starts at the beginning-of-text token; where a model has none, at the end-of-text token, after which
     a text starts too, as GPT-2 has it; without either at a random token. It goes on after an end of text: another
-    follows. On ``device`` the model is as a whole while it writes, and then where it was. Defaults are those of
-    ``data.Text``.
+    follows. On ``device`` the model is as a whole while it writes, and then where it was; one that is larger than its
+    memory is there in 4 bits. Defaults are those of ``data.Text``.
 
     By itself a model may write one kind of text alone, such as chats, or one language. So it goes on from the first
     words of a text of the built-in set, if there is a ``tokenizer``, by default that of the model's folder or name
@@ -52,7 +58,7 @@ def write(
 
     Returns:
         None where the model cannot write: it is no decoder that reads tokens; or, after a warning, it is larger than
-        the memory of ``device``, or its ``generate`` fails.
+        the memory of ``device`` in 4 bits too, or its ``generate`` fails.
 
     Raises:
         ValueError: a number is less than 1, the tokenizer has tokens that the model lacks, or the model predicts NaN.
@@ -76,10 +82,14 @@ def write(
     # Steps take sequences that lie together, and the last are held out: any share is to have some of both.
     order = torch.randperm(sequences, generator=torch.Generator().manual_seed(SEED))
     try:
-        if together := _together(model, device, length):
-            _check_free(model, device)
-            with stream.evaluating(model), stream.whole(model, device):
-                text = _written(model, [starts.to(device) for starts in groups], together, length, progress)
+        writer = model
+        if not (together := _together(model, device, length)):
+            writer = _in_few_bits(model, device)
+            together = _together(writer, device, length)
+        if together:
+            _check_free(writer, device)
+            with stream.evaluating(writer), stream.whole(writer, device):
+                text = _written(writer, [starts.to(device) for starts in groups], together, length, progress)
                 return text.to(groups[0].device)[order]
         reason = f"its weights take more memory than there is for {device}"
     except FloatingPointError as error:
@@ -206,6 +216,17 @@ def _openings(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sequen
     return openings[torch.tensor(spread(len(openings) - 1, sequences))].to(model.device)
 
 
+def _in_few_bits(model: PreTrainedModel, device: torch.device) -> PreTrainedModel:
+    """A copy that shares what is not quantized; quantizing goes by ``device``, and what comes of it is where the model
+    is."""
+    copy, config = tuning.sharing_copy(model), KbitConfig(bits=WRITER_BITS)
+    packable = Packable(copy)
+    plan = packable.plan(config, packable.choose(config))
+    logger.info("hf_kbit: %s is too small for the model: it writes in %d bits", device, WRITER_BITS)
+    quantize_layers(plan, plan.decodings, device)
+    return copy
+
+
 def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
     """How many sequences are written at once: as many as the device has memory for, whatever of that is free, since
     others at once would be other texts. 0 if its memory is less than the weights in the dtype to compute in."""
@@ -215,7 +236,7 @@ def _together(model: PreTrainedModel, device: torch.device, length: int) -> int:
     keys = (getattr(config, "num_key_value_heads", None) or heads) * head_dim
     kept = 2 * getattr(config, "num_hidden_layers", 0) * keys * itemsize * length
     logits = 4 * 4 * config.vocab_size  # some four of them, in float32
-    weights = sum(x.numel() for x in (*model.parameters(), *model.buffers())) * itemsize
+    weights = sum(x.nbytes // x.itemsize for x in (*model.parameters(), *model.buffers())) * itemsize
     _, memory = stream.memory_of(device)
     return min(max(int(ROOM * (memory - weights) / (kept + logits)), 1), TOGETHER) if weights <= memory else 0
 

@@ -17,6 +17,7 @@ import hf_kbit
 from hf_kbit.calibration import stream, writing
 from hf_kbit.calibration.data import PROMPTS, Text
 from hf_kbit.calibration.writing import OPENING, write
+from hf_kbit.nn.weight import packed_layers
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 1}
 # Encoders and encoder-decoders, and what reads no tokens.
@@ -203,11 +204,21 @@ def memory(monkeypatch, total: int = 10**9, available: int = 10**9):
 
 
 def test_a_model_that_does_not_fit(monkeypatch):
-    """A machine that is too small gives another text, memory that others take an error. Counted as free is what is
-    copied: a float32 model on a CPU needs no room."""
+    """To a machine that is too small it writes in 4 bits; if it is too small for that, it gives another text; memory
+    that others take is an error. Counted as free is what is copied: a float32 model on a CPU needs no room."""
     model = llama().bfloat16()
-    needed = 4 * sum(p.numel() for p in model.parameters())
+    needed, before = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())), tensors(model)
+    memory(monkeypatch, total=needed)
+    expected = write(model, 4, 60)
     memory(monkeypatch, total=needed - 1)
+    copies, quantize = [], writing.quantize_layers
+    with monkeypatch.context() as patch:
+        patch.setattr(writing, "quantize_layers", lambda plan, *how: copies.append(plan.model) or quantize(plan, *how))
+        ids = write(model, 4, 60)
+    assert {layer.bits for layer in packed_layers(copies[0]).values()} == {4} and len(packed_layers(copies[0])) == 7
+    assert ids.shape == (4, 60) and not torch.equal(ids, expected) and torch.equal(ids[:, :1], expected[:, :1])
+    assert tensors(model) == before and not packed_layers(model)
+    memory(monkeypatch, total=needed // 8)
     with pytest.warns(UserWarning, match=r"LlamaForCausalLM cannot write .*more memory than there is.* built-in text"):
         assert write(model, 1, 2) is None
     memory(monkeypatch, available=needed - 1)
