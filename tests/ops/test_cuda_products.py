@@ -260,12 +260,11 @@ def group_of(rows, columns: int, bits: int, scaled="none", rotated="none") -> li
 
 def int8_group_of(rows, columns: int, bits, shared: str = "none") -> list[Weight]:
     """ "all" of them have their column scales in common, "some", two each, or "none". bits: of all, or of each."""
-    group = []
+    group, scales = [], [cases.columns(columns, seed=seed).cuda() for seed in range(len(rows))]
     for i, part in enumerate(rows):
         width = bits if isinstance(bits, int) else bits[i]
         weight = weight_of((part, columns), width, rotated=True, kind="random", unit=2.0**-i)
-        seed = {"all": 0, "some": i // 2, "none": i}[shared]
-        group.append(replace(weight, columns=cases.columns(columns, seed=seed).cuda()))
+        group.append(replace(weight, columns=scales[{"all": 0, "some": i // 2, "none": i}[shared]]))
     return group
 
 
