@@ -142,9 +142,10 @@ def assert_product(found, x, dense, bias=None, roundings: int = 1, columns=None,
     magnitude = spread @ dense.abs() + bias.abs()
     transformed = columns is not None or rotated
     # Rounded weights, K + 1 terms added up in float32, the sum rounded once; a transform is 7 operations of float32.
-    # Small numbers are rounded to multiples of the smallest one.
+    # Small weights and sums are rounded to multiples of the smallest number.
     relative = (roundings + transformed) * EPS[found.dtype] / 2
     relative += (len(dense) + 1 + 7 * transformed) * EPS[torch.float32]
     smallest = torch.finfo(found.dtype).smallest_normal * EPS[found.dtype]
-    bound = magnitude * relative + expected.abs() * EPS[found.dtype] + max(smallest / 2, 1e-30)
+    bound = magnitude * relative + expected.abs() * EPS[found.dtype] + 1e-30
+    bound += smallest / 2 * (1 + roundings * x.abs().sum(-1, keepdim=True))
     assert ((found.double() - expected).abs() <= bound).all()
