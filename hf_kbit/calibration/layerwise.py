@@ -18,10 +18,10 @@ from hf_kbit.calibration import moments, routed, sensitivity, stream, tuning
 from hf_kbit.calibration.check import check
 from hf_kbit.calibration.data import SEQUENCES, Text, batches_of, size_of
 from hf_kbit.calibration.loading import load
-from hf_kbit.calibration.resume import Finished, digest
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.solving import METHODS, Solving, sort
 from hf_kbit.calibration.writing import chosen as chosen_text
+from hf_kbit.files.finished import Finished, digest
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.nn.classes import twin
 from hf_kbit.nn.experts import KbitProjection
@@ -181,6 +181,7 @@ class Calibration:
         self.token_weights: dict[str, list[torch.Tensor]] = {}  # of layers for which tokens do not count alike
         self.dimensions: dict[str, int | None] = {}  # which is that of sequences, of what layers are given
         self.finished: Finished | None = None
+        self.unmapped: tuple[str, list[str]] | None = None  # a layer of the model that was saved, and what is in it
 
     def run(self) -> None:
         """Quantizes the model. After an error, or where the run is stopped, the model is as it was, or the log says
@@ -225,6 +226,7 @@ class Calibration:
         self.bar = tqdm(total=len(sites), desc="calibrating", unit="layer", disable=not self.progress)
         with stream.evaluating(model), routed.opened(projections), self.bar:
             stream.stream(model, layers, batches, self.device, self._visit)
+        self._map_finished()
         for head in self.heads:
             plan.tie(head)
         if self.without_data:  # in this run: others, before it was killed, had theirs
@@ -274,10 +276,11 @@ class Calibration:
     def _visit(self, unit: str, run: Callable[..., Any]) -> Iterator[Any]:
         """Quantizes one layer of the model; returns what it computes then, and before that what it did."""
         names = self.layers.pop(unit, ())  # none if it has been here, as layers that a model shares
+        self._map_finished()  # before it: what a layer has is where the model is once its visit is over
         dense = {name: self.model.get_submodule(name) for name in names}
         weights = {name: layer.weight for name, layer in dense.items()}
         new = {name: self._empty(name) for name in names}
-        if names and not self._restored(unit, new):
+        if names and not self._restored(unit, new, self.device):
             # Of one that is a layer of the model by itself, such as a head, the outputs would be large.
             alone = [moments.Group(names, True)] if names == [unit] else None
             self._solve(dense, new, run, alone)
@@ -290,6 +293,7 @@ class Calibration:
                 untransformed = self.plan.outcome.untransformed
                 how = {name: [layer.decoding.to_dict(), untransformed.get(name, "")] for name, layer in new.items()}
                 self.finished.save(unit, tensors, how)
+                self.unmapped = unit, names
         for name, layer in new.items():
             site = self.plan.sites[name]
             if site.kind is KbitProjection:
@@ -333,18 +337,26 @@ class Calibration:
         finally:
             setattr(site.home, site.own, packed)
 
-    def _restored(self, unit: str, new: dict[str, KbitWeight]) -> bool:
-        """Fills the layers with what a run that was killed has finished, if it has."""
+    def _restored(self, unit: str, new: dict[str, KbitWeight], device: torch.device) -> bool:
+        """Fills the layers with what a run has finished, this one or one that was killed, if it has."""
         if self.finished is None or (found := self.finished.load(unit)) is None:
             return False
         tensors, how = found
         for name, layer in new.items():
             entries, untransformed = how[name]
             decoding = type(layer.decoding).from_dict(entries, layer.bits, name)
-            stored = {own: tensors[f"{name}.{own}"].to(self.device) for own in decoding.layout(layer.shape)}
+            stored = {own: tensors[f"{name}.{own}"].to(device) for own in decoding.layout(layer.shape)}
             layer.load(Packed(stored, decoding))
             self._tell(name, untransformed)
         return True
+
+    def _map_finished(self) -> None:
+        """Has the layers that were saved last, where the model is on a CPU, mapped from their file: memory need not
+        hold them."""
+        if self.unmapped is not None and self.model.device.type == "cpu":
+            unit, names = self.unmapped
+            self._restored(unit, {name: self.plan.sites[name].layer for name in names}, self.model.device)
+        self.unmapped = None
 
     def _solve(self, dense: dict, new: dict, run: Callable[..., Any], alone: list[moments.Group] | None) -> None:
         """Gives each of the ``new`` layers its weight, in the order in which they are called."""

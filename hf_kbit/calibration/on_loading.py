@@ -17,6 +17,7 @@ from hf_kbit.calibration.data import Text, text_of, tokenizer_of
 from hf_kbit.calibration.post_training import quantize_model
 from hf_kbit.calibration.solving import Solving
 from hf_kbit.integrations.transformers import parallel
+from hf_kbit.integrations.transformers.offload import keep_tables
 from hf_kbit.integrations.transformers.report import logger
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.plan.config import KbitConfig
@@ -58,7 +59,7 @@ def run(model: nn.Module, config: KbitConfig, text: Text, device_map) -> None:
     settings = {each.name: getattr(of, each.name) for of in (_solving(config), text) for each in fields(of)}
     how = {"device": _device(device_map), "report": partial(logger.info, "hf_kbit: %s %s")}
     quantize_model(model, config.without_calibration(), calibrate=True, **how, **settings)
-    _place(model, device_map)
+    _place(model, device_map, config.embedding_device == "cpu")
 
 
 def _solving(config: KbitConfig) -> Solving:
@@ -81,7 +82,7 @@ def _device(device_map) -> torch.device:
     return next((device for device in devices if device.type != "cpu"), devices[0])
 
 
-def _place(model: nn.Module, device_map) -> None:
+def _place(model: nn.Module, device_map, asked: bool) -> None:
     if device_map is None:
         return
     if isinstance(device_map, str):
@@ -97,3 +98,4 @@ def _place(model: nn.Module, device_map) -> None:
     else:
         dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
     model.hf_device_map = device_map
+    keep_tables(model, asked)

@@ -15,9 +15,9 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 from hf_kbit.calibration.launches import NotRecorded, one_launch
-from hf_kbit.calibration.resume import Finished
 from hf_kbit.calibration.trained_levels import BLOCKS, Levels
 from hf_kbit.calibration.trained_trellises import Trellises
+from hf_kbit.files.finished import Finished
 from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.nn.weight import KbitWeight
 

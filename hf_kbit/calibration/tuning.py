@@ -34,8 +34,8 @@ from torch.utils._pytree import tree_leaves
 
 from hf_kbit.calibration import stream
 from hf_kbit.calibration.data import LENGTH, batches_of
-from hf_kbit.calibration.resume import Finished
 from hf_kbit.calibration.trained import Trained, parameter_of
+from hf_kbit.files.finished import Finished
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 
 # By the type of the device that computes; "" is any other than a CPU. Steps unless a number is asked for, tokens of

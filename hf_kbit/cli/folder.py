@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hf_kbit.calibration.resume import remove
 from hf_kbit.files.durable import move_out, settle
+from hf_kbit.files.finished import remove
 
 UNFINISHED = ".hf-kbit-unfinished"
 

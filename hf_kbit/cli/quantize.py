@@ -10,7 +10,8 @@ from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least
 from hf_kbit.cli.output import line
 
 MXFP4 = "mxfp4"
-INTERRUPTED = "interrupted; the same command goes on after the last layer that was calibrated, if any was"
+MOST = 8e9  # weights that are calibrated by feedback where nobody asked for it: that takes some ten minutes on a GPU
+INTERRUPTED = "interrupted; the same command goes on after the last layer that was quantized, if any was"
 
 
 def add_options(parser: ArgumentParser) -> None:
@@ -51,10 +52,17 @@ def add_options(parser: ArgumentParser) -> None:
 
 
 def _add_calibrating(parser: ArgumentParser) -> None:
-    about = "Quantize with data: better, most of all at 2 and 3 bits, and slower."
+    about = (
+        "Quantize with data: better, most of all at 2 and 3 bits, and slower. Default: with fewer than 4 bits, where "
+        "the model reads tokens; not with --memory."
+    )
     add(parser, "--calibrate", about, action=BooleanOptionalAction)
-    about = "With --calibrate: how weights are chosen; weighted is many times as quick, and needs no text."
-    add(parser, "--method", about, choices=("feedback", "weighted"), default="feedback")
+    about = (
+        "With --calibrate: how weights are chosen, feedback or weighted, which is many times as quick, and needs no "
+        f"text. Default: feedback; without --calibrate weighted on a CPU, or for more than {MOST / 1e9:.0f} billion "
+        "weights."
+    )
+    add(parser, "--method", about, choices=("feedback", "weighted"))
     about = (
         "With --calibrate: then train what is stored, each layer and then the whole model, towards 16 bits: better "
         "still at 2 and 3 bits, and slower."
@@ -104,9 +112,7 @@ def command(given: Namespace) -> None:
     from hf_kbit.plan.memory import parse_size
 
     start = time.monotonic()
-    device, out, calibrate = options.resolve_device(given.device), given.out, bool(given.calibrate)
-    check_alone("calibrate", calibrate, tune=given.tune)
-    check_alone("tune", given.tune, steps=given.steps, no_tune_whole=not given.tune_whole)
+    device, out = options.resolve_device(given.device), given.out
     config = KbitConfig(
         bits=4 if given.bits is None else given.bits,
         codebook=given.codebook,
@@ -115,8 +121,13 @@ def command(given: Namespace) -> None:
         inputs=given.inputs,
     )
     is_mean, memory = bool(config.bits % 1), None if given.memory is None else parse_size(given.memory, "--memory")
+    quantized_before = _quantized(given)
+    unasked = given.calibrate is None and config.bits < 4 and memory is None and quantized_before != MXFP4
+    calibrate = bool(given.calibrate) or unasked
+    check_alone("calibrate", calibrate, tune=given.tune, method=given.method)
+    check_alone("tune", given.tune, steps=given.steps, no_tune_whole=not given.tune_whole)
     needs_dense = calibrate or is_mean or memory is not None
-    quantized_before = _check(given, needs_dense)
+    _check(given, quantized_before, needs_dense)
     text, how = options.read_text(given), {"dtype": given.dtype, **source(given)}
     find_tokenizer = partial(tokenizer_of, given.model, **source(given))  # only where one is needed: it may be odd
     with claim(out) as output:
@@ -124,30 +135,36 @@ def command(given: Namespace) -> None:
             if quantized_before:
                 form = quantized_before.upper()
                 line("decoding", f"from {form}, whose errors stay: of an original in 16 bits less would be lost")
-            quantized = load(given.model, **how)
-            quantize_model(
-                quantized,
-                config,
-                data=text,
-                tokenizer=find_tokenizer(),
-                sequences=given.sequences,
-                length=given.length,
-                memory=memory,
-                context=given.context,
-                measure=is_mean or None,
-                calibrate=calibrate,
-                method=given.method,
-                tune=given.steps or bool(given.tune),
-                tune_whole=given.tune_whole,
-                batch=given.batch,
-                resume=output.layers if calibrate else None,
-                device=device,
-                report=line,
-            )
+            quantized, tokenizer = load(given.model, **how), find_tokenizer()
+            settings = {
+                "tokenizer": tokenizer,
+                "sequences": given.sequences,
+                "length": given.length,
+                "memory": memory,
+                "context": given.context,
+                "measure": is_mean or None,
+                "tune": given.steps or bool(given.tune),
+                "tune_whole": given.tune_whole,
+                "batch": given.batch,
+            }
+            if unasked and not _gains(quantized, tokenizer, config, device):
+                unasked = calibrate = False
+            method = given.method or "feedback"
+            if unasked and not (given.method or given.tune or text is not None):
+                many = sum(x.numel() for x in quantized.parameters()) > MOST
+                method = "weighted" if many or device == "cpu" else method
+                line("with data", f"by {method}, as bits are few; --no-calibrate is quicker, and loses more")
+            settings |= {"calibrate": calibrate, "method": method, "resume": output.layers if calibrate else None}
+            try:
+                quantize_model(quantized, config, data=text, device=device, report=line, **settings)
+            except ValueError as error:
+                if unasked:
+                    raise ValueError(f"{error} (with --no-calibrate no data is needed)") from error
+                raise
         elif quantized_before:  # MXFP4, whose blocks become ours as they come
             quantized = load(given.model, device_map=device, quantization_config=config, **how)
         else:
-            with packed_away(output.unfinished, device):
+            with packed_away(output.layers, device):
                 quantized = load(given.model, device_map="cpu", quantization_config=config, **how)
         quantized.save_pretrained(output.model)
         model_card(quantized, given.push_to_hub or out.resolve().name).save(output.model / "README.md")
@@ -170,16 +187,21 @@ def command(given: Namespace) -> None:
         line("uploaded", repository)
 
 
-def _check(given: Namespace, needs_dense: bool) -> str:
-    """Refuses what can be refused before anything large is loaded. Says how the model is quantized already, or
-    nothing."""
+def _quantized(given: Namespace) -> str:
+    """How the model is quantized already, or nothing."""
     from transformers import AutoConfig
 
     from hf_kbit.calibration.data import place_of
-    from hf_kbit.calibration.loading import FP8, GGUF, quantized_by
+    from hf_kbit.calibration.loading import GGUF, quantized_by
 
     name, place = place_of(given.model)
-    found = GGUF if place else quantized_by(AutoConfig.from_pretrained(name, **source(given)))
+    return GGUF if place else quantized_by(AutoConfig.from_pretrained(name, **source(given)))
+
+
+def _check(given: Namespace, found: str, needs_dense: bool) -> None:
+    """Refuses what can be refused before anything large is loaded, of a model that is quantized already so."""
+    from hf_kbit.calibration.loading import FP8, GGUF
+
     if found not in ("", MXFP4, FP8, GGUF):
         raise ValueError(
             f"{given.model}: found it quantized already ({found}), expected a model in 16 or 32 bits, in FP8, in a "
@@ -192,4 +214,11 @@ def _check(given: Namespace, needs_dense: bool) -> str:
         )
     if not needs_dense and (given.text or given.dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
-    return found
+
+
+def _gains(model, tokenizer, config, device: str) -> bool:
+    """Whether data is of use where nobody asked for it: the model reads tokens and can be given a text, and on a CPU
+    it gets levels, as feedback for a trellis takes hours there."""
+    from hf_kbit.calibration import stream
+
+    return stream.reads_tokens(model) and tokenizer is not None and (device != "cpu" or config.codebook != "trellis")

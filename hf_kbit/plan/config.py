@@ -57,6 +57,9 @@ class KbitConfig(QuantizationConfigMixin):
             head. A tied head goes with its table; a table gets a width by a pattern for its own name only.
         embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings and of heads tied to them; None leaves them in
             16 bits.
+        embedding_device: ``"cpu"``: tables of embeddings stay in the memory of the host, packed or not, and a GPU
+            reads the rows that it looks up; not those that are tied to a head. Of this process alone; a quantized
+            model takes ``device_map={"": 0, "model.embed_tokens": "cpu"}`` for it. None: they go where the model does.
         inputs: ``"int8"``: linear layers and experts round their inputs to 8 bits when the model runs
             (``hf_kbit.set_inputs``); quantizing is the same. Saved as a wish beside ``quantization_config``. None:
             inputs stay in 16 bits.
@@ -91,6 +94,7 @@ class KbitConfig(QuantizationConfigMixin):
     skip_default_modules: bool = True
     module_bits: Mapping[str, int | None] | list | None = field(default_factory=dict)
     embedding_bits: int | None = None
+    embedding_device: str | None = None
     inputs: str | None = None
     calibrate: Any = field(default=None, compare=False)  # tensors know no equality of one value
     tune: int | bool = 0
@@ -105,6 +109,8 @@ class KbitConfig(QuantizationConfigMixin):
             check_bits(self.bits, among=self.widths)
         if self.embedding_bits is not None:
             check_bits(self.embedding_bits, "embedding_bits")
+        if self.embedding_device not in (None, "cpu"):
+            raise ValueError(f"embedding_device: found {self.embedding_device!r}, expected 'cpu' or None")
         if not isinstance(self.skip_default_modules, bool):
             raise ValueError(f"skip_default_modules: found {self.skip_default_modules!r}, expected True or False")
         check_scale(self.scale)
@@ -272,7 +278,8 @@ class KbitConfig(QuantizationConfigMixin):
         [['layers.0', None], ['down_proj', 5]]
         """
         entries = copy.deepcopy({name: value for name, value in vars(self).items() if name != "calibrate"})
-        stored, tune, _ = entries.pop("stored"), entries.pop("tune"), entries.pop("resume")
+        stored, tune = entries.pop("stored"), entries.pop("tune")
+        del entries["resume"], entries["embedding_device"]
         if stored is None and isinstance(self.calibrate, str):
             entries |= {"calibrate": self.calibrate} | ({"tune": tune} if tune else {})
         if self.embedding_bits is None:

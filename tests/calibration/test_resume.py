@@ -8,15 +8,17 @@ import pytest
 import torch
 from architectures import BY_NAME
 from calibration.test_layerwise import IDS
+from mapping import is_mapped
 from safetensors import safe_open
 from safetensors.torch import save_file
 from small import llama, same, tensors
 
 import hf_kbit
 from hf_kbit.calibration import feedback
-from hf_kbit.calibration.resume import Finished, remove
 from hf_kbit.calibration.solving import METHODS
+from hf_kbit.files.finished import Finished, remove
 from hf_kbit.nn.site import site_of
+from hf_kbit.nn.weight import packed_layers
 from hf_kbit.plan import selection
 
 
@@ -61,6 +63,14 @@ def test_goes_on_with_the_layer_that_was_not_finished(name, device, monkeypatch,
     assert model.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
     found, wanted = (each.hf_quantizer.outcome.untransformed for each in (model, expected))
     assert found == wanted and wanted
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_what_is_finished_is_mapped_from_its_file(name, tmp_path):
+    """But for tables, which no file has."""
+    model = hf_kbit.calibrate(BY_NAME[name].build(), IDS, bits=3, method="weighted", device="cpu", resume=tmp_path)
+    layers = packed_layers(model).values()
+    assert layers and all(is_mapped(x, tmp_path) for layer in layers for x in layer.weight.file_tensors().values())
 
 
 def calibrate_until_killed(folder) -> None:

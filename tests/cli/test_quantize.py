@@ -8,6 +8,7 @@ import signal
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -27,13 +28,13 @@ from transformers import (
 )
 
 import hf_kbit
-from hf_kbit import KbitLinear, codebooks
+from hf_kbit import KbitLinear, cli, codebooks
 from hf_kbit.calibration import widths
 from hf_kbit.calibration.loading import load
-from hf_kbit.calibration.resume import Finished
 from hf_kbit.calibration.solving import METHODS
 from hf_kbit.cli import beside
 from hf_kbit.cli.folder import UNFINISHED, claim
+from hf_kbit.files.finished import Finished
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.plan import memory
 from tests import gpt_oss
@@ -63,6 +64,7 @@ def test_without_data(device, tmp_path):
     quantize("dense", tmp_path / "plain", "--device", device)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "plain").config.quantization_config.bits == 4
     options = ("--bits", "2.0", "--codebook", "int", "--skip", "k_proj", "--embedding-bits", 5, "--device", device)
+    options += ("--no-calibrate",)
     printed = quantize("dense", tmp_path / "out", *options)
     assert printed.splitlines()[-1].startswith(f"saved         {tmp_path / 'out'}: ")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
@@ -71,6 +73,36 @@ def test_without_data(device, tmp_path):
     assert model.config.quantization_config.to_dict() == expected.config.quantization_config.to_dict()
     assert same(model.state_dict(), expected.state_dict()) and model.dtype == torch.bfloat16
     assert AutoTokenizer.from_pretrained(tmp_path / "out")("text")["input_ids"] == list(b"text")
+
+
+@pytest.mark.parametrize("way", ["few weights", "many weights", "a text"])
+def test_with_few_bits_data_is_taken_unasked(way, device, text, monkeypatch, tmp_path):
+    """By feedback, or of itself on a CPU and for many weights by the quick method; it is said before, and how to do
+    without."""
+    monkeypatch.setattr(cli.quantize, "MOST", 10 if way == "many weights" else 1e9)
+    options = ["--bits", 3, "--sequences", 3, "--length", 40, "--device", device]
+    printed = quantize("dense", tmp_path / "out", *options, *(["--text", "rows.txt"] if way == "a text" else []))
+    quick = way == "many weights" or (way, device) == ("few weights", "cpu")
+    how = {"bits": 3, "method": "weighted" if quick else "feedback", "sequences": 3, "length": 40, "device": device}
+    hf_kbit.calibrate("dense", text if way == "a text" else None, **how).save_pretrained(tmp_path / "expected")
+    assert same(stored(tmp_path / "out"), stored(tmp_path / "expected"))
+    said = f"with data     by {how['method']}, as bits are few; --no-calibrate is quicker"
+    assert (said in printed) == (way != "a text")
+
+
+def test_what_few_bits_are_without_data(monkeypatch, tmp_path):
+    """Where nobody asked for it: of a trellis on a CPU, of what reads no tokens, and without a tokenizer. An error
+    says how to do without."""
+    quantize("dense", tmp_path / "trellis", "--bits", 2, "--codebook", "trellis", "--device", "cpu")
+    BY_NAME["vit"].build().save_pretrained(tmp_path / "vit")
+    Path(shutil.copytree("dense", tmp_path / "mute"), "tokenizer.json").unlink()
+    for name in ("vit", "mute"):
+        quantize(tmp_path / name, tmp_path / f"{name}-3", "--bits", 3, "--device", "cpu")
+    for name in ("trellis", "vit-3", "mute-3"):
+        assert "Calibrated" not in (tmp_path / name / "README.md").read_text("utf-8")
+    monkeypatch.setattr("hf_kbit.calibration.layerwise.check", Mock(side_effect=ValueError("layer: not visited")))
+    found = refuse("quantize", "dense", tmp_path / "refused", "--bits", 3, "--device", "cpu")
+    assert "layer: not visited (with --no-calibrate no data is needed)" in found
 
 
 def test_8_bit_inputs(tmp_path):
@@ -87,7 +119,7 @@ def test_other_files_called_modules(content, tmp_path):
     assert beside._modules(tmp_path / "modules.json") == []
 
 
-@pytest.mark.parametrize("options", [("--bits", 3), ("--bits", 3, "--calibrate", "--sequences", 3, "--length", 32)])
+@pytest.mark.parametrize("options", [("--bits", 4), ("--bits", 3, "--calibrate", "--sequences", 3, "--length", 32)])
 def test_what_is_in_fp8(options, tmp_path):
     """It is decoded, and then as any other model; the command says that what FP8 has lost is lost."""
     folder = Path(shutil.copytree("dense", tmp_path / "fp8"))
@@ -183,7 +215,8 @@ def test_with_data(data, device, text, tmp_path):
 def test_to_a_mean_width(device, text, tmp_path):
     """The widths are those that are chosen on the sequences evenly spread, and what is said of them is true."""
     twice = ("--text", "rows.txt", "--text", "rows.txt")
-    lines = quantize("dense", tmp_path, "--bits", 3.4, *twice, "--device", device).splitlines()
+    options = ("--bits", 3.4, "--no-calibrate", "--device", device)
+    lines = quantize("dense", tmp_path, *options, *twice).splitlines()
     config = AutoModelForCausalLM.from_pretrained(tmp_path).config.quantization_config
     dense = AutoModelForCausalLM.from_pretrained("dense")
     ids = torch.tensor(list(f"{text}\n\n{text}".encode()))
@@ -277,7 +310,7 @@ def test_a_full_disk(device, monkeypatch, tmp_path, calibrate):
         patch.setattr("transformers.modeling_utils.safe_save_file", full)
         assert "hf-kbit quantize: the disk is full" in refuse("quantize", *arguments)
     assert all(file.startswith(f"{UNFINISHED}/") for file in files_of(tmp_path))
-    assert any(tmp_path.rglob("run.json")) == calibrate and not any(tmp_path.rglob("model/*"))
+    assert any(tmp_path.rglob("run.json")) and not any(tmp_path.rglob("model/*"))
     quantize(*arguments)
     assert files_of(tmp_path) == OF_A_MODEL | {"tokenizer.json", "tokenizer_config.json"}
 

@@ -5,11 +5,11 @@ the other conversions of a model have done, which packed tensors must be spared.
 """
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 import torch
 from torch import nn
@@ -19,6 +19,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import get_module_from_name
 
 from hf_kbit.files import checkpoint
+from hf_kbit.files.finished import Finished, digest
 from hf_kbit.format.decoding import ABSMAX, COLUMNS, WORDS, Decoding
 from hf_kbit.format.kinds import NAMES
 from hf_kbit.integrations.transformers import mxfp4, parallel
@@ -27,6 +28,7 @@ from hf_kbit.nn.dense import empty_dense
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
 from hf_kbit.nn.site import sites, unpack
 from hf_kbit.nn.weight import KbitWeight, local
+from hf_kbit.plan.config import KbitConfig
 from hf_kbit.weight.tensor import HOW, WEIGHT, KbitTensor, Packed, as_parameter
 
 # --- reading --------------------------------------------------------------------------------------
@@ -37,9 +39,9 @@ AWAY: ContextVar[tuple[Path, torch.device] | None] = ContextVar("where packed we
 
 @contextmanager
 def packed_away(folder: Path, device: torch.device | str) -> Iterator[None]:
-    """For models that are quantized while they load, on the CPU: each weight is packed on ``device`` and kept in CPU
-    memory that is mapped from a file, which the system can write out where memory is short. The files are without a
-    name, and go with the weights."""
+    """For models that are quantized while they load, on the CPU: each weight is packed on ``device``, saved in
+    ``folder``, and mapped from there, so that memory need not hold it. Loading that was interrupted takes what is
+    there. Remove the folder once the model is saved."""
     token = AWAY.set((folder, torch.device(device)))
     try:
         yield
@@ -47,10 +49,29 @@ def packed_away(folder: Path, device: torch.device | str) -> Iterator[None]:
         AWAY.reset(token)
 
 
-def _mapped(tensor: torch.Tensor, folder: Path) -> torch.Tensor:
-    with NamedTemporaryFile(dir=folder) as file:
-        tensor.cpu().contiguous().numpy().tofile(file.name)
-        return torch.from_file(file.name, size=tensor.numel(), dtype=tensor.dtype).view(tensor.shape)
+class Away:
+    """Packed weights of one model in the folder of ``packed_away``."""
+
+    def __init__(self, model: nn.Module, config: KbitConfig, files: Iterable[str]):
+        folder, self.device = AWAY.get()
+        stats = [(Path(file).name, (stat := Path(file).stat()).st_size, stat.st_mtime_ns) for file in files]
+        versions = sys.modules["hf_kbit"].__version__, torch.__version__
+        self.finished = Finished(folder, digest([], *versions, self.device.type, model.dtype, config, stats))
+
+    def packed(self, weight: torch.Tensor, layer: KbitWeight, name: str) -> Packed:
+        """The weight of a layer in the stored form, quantized unless that was done before."""
+        own = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
+        if (found := self.finished.load(own)) is None:
+            packed = layer.quantize(weight.to(self.device), name)
+            if packed.lost:
+                return packed
+            try:
+                self.finished.save(own, packed.tensors, [packed.decoding.to_dict(), packed.untransformed])
+            except OSError as error:
+                raise ValueError(f"{name}: found no way to keep it in {self.finished.folder} ({error})") from error
+            found = self.finished.load(own)
+        tensors, (entries, untransformed) = found
+        return Packed(tensors, type(layer.decoding).from_dict(entries, layer.bits, name), untransformed)
 
 
 class KbitQuantize(ConversionOps):
@@ -95,14 +116,8 @@ class KbitQuantize(ConversionOps):
         weight, expected = tensor.mT if layer.transposed else tensor, layer.weight.shape
         if weight.shape != expected:
             raise ValueError(f"{name}: found shape {list(weight.shape)}, expected {list(expected)}")
-        if self.hf_quantizer.away is None:
-            return layer.quantize(weight, name)
-        folder, device = self.hf_quantizer.away
-        packed = layer.quantize(weight.to(device), name)
-        try:
-            return packed._replace(tensors={own: _mapped(part, folder) for own, part in packed.tensors.items()})
-        except OSError as error:
-            raise ValueError(f"{name}: found no way to keep it in {folder} ({error})") from error
+        away = self.hf_quantizer.away
+        return layer.quantize(weight, name) if away is None else away.packed(weight, layer, name)
 
     def _leave(self, name: str, tensor, layer: KbitWeight, model) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""

@@ -1,27 +1,35 @@
-"""Quantized layers on disk: each weight is read from the checkpoint whenever its layer runs.
+"""Quantized layers on disk, and tables in host memory.
 
-accelerate keeps what is offloaded as arrays of numbers, by the names of parameters. A packed weight is several tensors
-of a checkpoint, so its layer gets a source of weights of its own.
+accelerate moves what is offloaded to the GPU whenever its layer runs, and keeps it as arrays of numbers, by the names
+of parameters. A packed weight on disk is several tensors of a checkpoint, so its layer gets a source of weights of its
+own. Of a table on the CPU a GPU needs a few rows, so it stays where it is, and the GPU reads these.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
+from accelerate.hooks import remove_hook_from_module, remove_hook_from_submodules
 from torch import nn
 
 from hf_kbit.integrations.transformers.tying import tied
+from hf_kbit.nn.host import keep_on_host, tables
 from hf_kbit.nn.weight import KbitWeight
 from hf_kbit.weight.tensor import WEIGHT, Packed
 
 
-def is_on_disk(device_map: object, name: str) -> bool:
-    """Whether a device map puts a tensor on disk."""
+def place_of(device_map: object, name: str) -> object:
+    """Where a device map puts a module or a tensor, if it says so."""
     if not isinstance(device_map, Mapping):
-        return False
+        return None
     parts = name.split(".")
     prefixes = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
-    return next((device_map[prefix] for prefix in prefixes if prefix in device_map), None) == "disk"
+    return next((device_map[prefix] for prefix in prefixes if prefix in device_map), None)
+
+
+def is_on_disk(device_map: object, name: str) -> bool:
+    """Whether a device map puts a tensor on disk."""
+    return place_of(device_map, name) == "disk"
 
 
 class PackedOnDisk(Mapping):
@@ -50,3 +58,21 @@ def read_from_disk(model: nn.Module, read: Callable[[str], Mapping[str, torch.Te
         hook = getattr(layer, "_hf_hook", None)
         if isinstance(layer, KbitWeight) and layer.weight.is_meta and getattr(hook, "weights_map", None) is not None:
             hook.weights_map = PackedOnDisk(hook.weights_map, layer, partial(read, ties.get(name, name)))
+
+
+def keep_tables(model: nn.Module, asked: bool) -> None:
+    """Keeps tables on the host that a GPU reads: all of them where ``asked``, else those that the device map has put
+    on the CPU beside a GPU. Of the map they are gone then; where one GPU is left, accelerate has nothing to do."""
+    places = getattr(model, "hf_device_map", None)
+    for name, table in tables(model).items():
+        waits = place_of(places, name) in ("cpu", torch.device("cpu"))
+        hooks = getattr(getattr(table, "_hf_hook", None), "hooks", [getattr(table, "_hf_hook", None)])
+        device = next((hook.execution_device for hook in hooks if getattr(hook, "offload", False)), None)
+        device = table.weight.device if device is None else torch.device(device)
+        if device.type == "cuda" and (asked or waits):
+            if waits:
+                remove_hook_from_module(table)  # which gives it its weight back
+                places[name] = device.index
+            keep_on_host(table, device)
+    if places is not None and len(left := set(places.values())) == 1 and all(isinstance(x, int) for x in left):
+        remove_hook_from_submodules(model)

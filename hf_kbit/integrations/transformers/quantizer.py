@@ -32,6 +32,7 @@ from hf_kbit.format.model import Exl3
 from hf_kbit.integrations.transformers import exl3, fit, ignored, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
     AWAY,
+    Away,
     KbitQuantize,
     assembly,
     parameter_of,
@@ -41,7 +42,7 @@ from hf_kbit.integrations.transformers.conversions import (
     would_revert,
 )
 from hf_kbit.integrations.transformers.names import Names, stored_names
-from hf_kbit.integrations.transformers.offload import read_from_disk
+from hf_kbit.integrations.transformers.offload import keep_tables, read_from_disk
 from hf_kbit.integrations.transformers.report import logger, report
 from hf_kbit.nn.dense import dequantize, empty_dense, shown_dense
 from hf_kbit.nn.experts import KbitProjection
@@ -83,7 +84,7 @@ class KbitHfQuantizer(HfQuantizer):
         self.shapes: dict[str, torch.Size] = {}  # of parameters that are not packed, as the model has them
         self.plan: Plan | None = None  # of the model, while it is loaded
         self.outcome = Outcome()
-        self.away = AWAY.get()  # here, as weights may come in other threads
+        self.away: Away | None = None  # where packed weights are kept, of a model that is loaded to be saved
 
     def validate_environment(self, *args, device_map=None, **kwargs):
         refuse_zero3()
@@ -153,6 +154,8 @@ class KbitHfQuantizer(HfQuantizer):
                 self.text = self.on_loading().prepare(model, self.quantization_config, *how)
                 return
             self.ignored = ignored.find(model, names, tensors)
+            if AWAY.get() is not None:
+                self.away = Away(model, self.quantization_config, checkpoint_files or ())
             self._prepare_on_the_fly(model, [*tensors, *self.mxfp4], names)
         if getattr(model.config, "distributed_config", None) is None:  # else there will be shards
             self.shapes = {name: parameter.shape for name, parameter in _unpacked(model)}
@@ -294,6 +297,7 @@ class KbitHfQuantizer(HfQuantizer):
         refuse([*self._misshapen(model), *self._missing(layers)], "the checkpoint does not fit the model")
         tying.mark(model)
         read_from_disk(model, self._read if self.exl3 is None else self.exl3.read)
+        keep_tables(model, self.quantization_config.embedding_device == "cpu")
         for layer in layers.values():
             layer.awaits_dense = False
             layer._is_hf_initialized = True  # init_weights() of the model passes it by

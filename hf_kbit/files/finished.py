@@ -1,4 +1,4 @@
-"""What a calibration has finished, on disk: a run that was killed goes on from there."""
+"""What a run has finished of a model, on disk: one that was killed goes on from there."""
 
 import hashlib
 import json
@@ -19,8 +19,8 @@ PART = ".part"  # ends the name of a file that is being written
 
 
 class Finished:
-    """A folder with a file for each finished layer of the model, all of one run, which has the ``digest`` of all that
-    its result depends on. A folder of another run is refused, and one of something else."""
+    """A folder with a file for each finished part of a model, all of one run, which has the ``digest`` of all that its
+    result depends on. A folder of another run is refused, and one of something else."""
 
     def __init__(self, folder: Path, digest: str):
         self.folder, self.digest = folder, digest
@@ -46,7 +46,8 @@ class Finished:
         _write(self._file(name), lambda file: save_file(tensors, file, metadata))
 
     def load(self, name: str) -> tuple[dict[str, torch.Tensor], Any] | None:
-        """What ``save`` has kept, or None if there is nothing; a ValueError names a file that is damaged."""
+        """What ``save`` has kept, mapped from its file, or None if there is nothing; a ValueError names a file that is
+        damaged."""
         file = self._file(name)
         if not file.exists():
             return None
@@ -59,7 +60,7 @@ class Finished:
         if self._digest(name, tensors, metadata.get("others")) != metadata.get("digest"):
             raise ValueError(
                 f"{file}: found it damaged ({problem}), expected what this run has written; remove this file, and "
-                "what it is of is calibrated again"
+                "what it is of is quantized again"
             )
         return tensors, json.loads(metadata["others"])
 
