@@ -161,9 +161,7 @@ def command(given: Namespace) -> None:
                 if unasked:
                     raise ValueError(f"{error} (with --no-calibrate no data is needed)") from error
                 raise
-        elif quantized_before:  # MXFP4, whose blocks become ours as they come
-            quantized = load(given.model, device_map=device, quantization_config=config, **how)
-        else:
+        else:  # blocks of MXFP4 become ours as they come
             with packed_away(output.layers, device):
                 quantized = load(given.model, device_map="cpu", quantization_config=config, **how)
         quantized.save_pretrained(output.model)

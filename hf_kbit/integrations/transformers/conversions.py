@@ -6,9 +6,10 @@ the other conversions of a model have done, which packed tensors must be spared.
 
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,18 +59,17 @@ class Away:
         versions = sys.modules["hf_kbit"].__version__, torch.__version__
         self.finished = Finished(folder, digest([], *versions, self.device.type, model.dtype, config, stats))
 
-    def packed(self, weight: torch.Tensor, layer: KbitWeight, name: str) -> Packed:
-        """The weight of a layer in the stored form, quantized unless that was done before."""
-        own = name.removesuffix(checkpoint.WEIGHT_SUFFIX)
-        if (found := self.finished.load(own)) is None:
-            packed = layer.quantize(weight.to(self.device), name)
+    def kept(self, name: str, layer: KbitWeight, pack: Callable[[], Packed]) -> Packed:
+        """The weight of a layer, which is packed unless that was done before."""
+        if (found := self.finished.load(name)) is None:
+            packed = pack()
             if packed.lost:
                 return packed
             try:
-                self.finished.save(own, packed.tensors, [packed.decoding.to_dict(), packed.untransformed])
+                self.finished.save(name, packed.tensors, [packed.decoding.to_dict(), packed.untransformed])
             except OSError as error:
                 raise ValueError(f"{name}: found no way to keep it in {self.finished.folder} ({error})") from error
-            found = self.finished.load(own)
+            found = self.finished.load(name)
         tensors, (entries, untransformed) = found
         return Packed(tensors, type(layer.decoding).from_dict(entries, layer.bits, name), untransformed)
 
@@ -98,7 +98,8 @@ class KbitQuantize(ConversionOps):
     ) -> dict[str, torch.Tensor]:
         name = own_name + checkpoint.WEIGHT_SUFFIX
         try:
-            packed = tensor if isinstance(tensor, Packed) else self._packed(tensor, layer, name)
+            pack, away = partial(self._packed, tensor, layer, name), self.hf_quantizer.away
+            packed = pack() if away is None else away.kept(own_name, layer, pack)
             if packed.lost:
                 self.hf_quantizer.outcome.lost[own_name] = packed.lost
                 return self._leave(own_name, tensor, layer, model)
@@ -112,12 +113,14 @@ class KbitQuantize(ConversionOps):
                 self.hf_quantizer.outcome.untransformed[own_name] = packed.untransformed
         return {name: parallel.own_part(value, layer.weight)}
 
-    def _packed(self, tensor: torch.Tensor, layer: KbitWeight, name: str) -> Packed:
+    def _packed(self, tensor: torch.Tensor | Packed, layer: KbitWeight, name: str) -> Packed:
+        if isinstance(tensor, Packed):
+            return tensor
         weight, expected = tensor.mT if layer.transposed else tensor, layer.weight.shape
         if weight.shape != expected:
             raise ValueError(f"{name}: found shape {list(weight.shape)}, expected {list(expected)}")
         away = self.hf_quantizer.away
-        return layer.quantize(weight, name) if away is None else away.packed(weight, layer, name)
+        return layer.quantize(weight if away is None else weight.to(away.device), name)
 
     def _leave(self, name: str, tensor, layer: KbitWeight, model) -> dict[str, torch.Tensor]:
         """The weight as it has come, for the 16-bit layer that is in its place again."""

@@ -163,8 +163,10 @@ class CollectMxfp4(ConversionOps):
     def convert(self, input_dict, *args, model=None, full_layer_name=None, **kwargs):
         # Transformers has cast them to the model's dtype, which holds all of 0 to 255.
         tensors = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in input_dict.items()}
-        (blocks,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(BLOCKS_SUFFIX))
-        (scales,) = (tensor.to(torch.uint8) for name, tensor in tensors.items() if name.endswith(SCALES_SUFFIX))
+        away = self.hf_quantizer.away
+        how = {"dtype": torch.uint8, "device": None if away is None else away.device}
+        (blocks,) = (tensor.to(**how) for name, tensor in tensors.items() if name.endswith(BLOCKS_SUFFIX))
+        (scales,) = (tensor.to(**how) for name, tensor in tensors.items() if name.endswith(SCALES_SUFFIX))
         stored, site, name = Mxfp4(blocks, scales), site_of(model, full_layer_name), full_layer_name
         bits, anew = site.layer.bits if site.is_packed else None, None
         try:

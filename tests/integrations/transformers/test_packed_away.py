@@ -74,6 +74,6 @@ def test_a_full_disk_is_named(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(finished, "save_file", full)
     with (
         packed_away(tmp_path / "away", "cpu"),
-        pytest.raises(ValueError, match=r"q_proj.weight: .* \(No space left on device\)"),
+        pytest.raises(ValueError, match=r"q_proj: .* \(No space left on device\)"),
     ):
         load(folder, bits=3)
