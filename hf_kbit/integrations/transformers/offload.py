@@ -62,8 +62,8 @@ def read_from_disk(model: nn.Module, read: Callable[[str], Mapping[str, torch.Te
 
 def keep_tables(model: nn.Module, asked: bool) -> None:
     """Keeps tables on the host that a GPU reads: all of them where ``asked``, else those that the device map has put
-    on the CPU beside a GPU. Of the map they are gone then; where one GPU is left, accelerate has nothing to do."""
-    places = getattr(model, "hf_device_map", None)
+    on the CPU beside a GPU. These leave the map; if that is one GPU then, accelerate has nothing more to do."""
+    places, given_back = getattr(model, "hf_device_map", None), False
     for name, table in tables(model).items():
         waits = place_of(places, name) in ("cpu", torch.device("cpu"))
         hooks = getattr(getattr(table, "_hf_hook", None), "hooks", [getattr(table, "_hf_hook", None)])
@@ -72,7 +72,7 @@ def keep_tables(model: nn.Module, asked: bool) -> None:
         if device.type == "cuda" and (asked or waits):
             if waits:
                 remove_hook_from_module(table)  # which gives it its weight back
-                places[name] = device.index
+                places[name], given_back = device.index, True
             keep_on_host(table, device)
-    if places is not None and len(left := set(places.values())) == 1 and all(isinstance(x, int) for x in left):
+    if given_back and len(set(places.values())) == 1:
         remove_hook_from_submodules(model)
