@@ -58,8 +58,9 @@ class KbitConfig(QuantizationConfigMixin):
         embedding_bits: 2, 3, 4 or 5: the width of tables of embeddings and of heads tied to them; None leaves them in
             16 bits.
         embedding_device: ``"cpu"``: tables of embeddings stay in the memory of the host, packed or not, and a GPU
-            reads the rows that it looks up; not those that are tied to a head. Of this process alone; a quantized
-            model takes ``device_map={"": 0, "model.embed_tokens": "cpu"}`` for it. None: they go where the model does.
+            reads the rows that it looks up; not those that are tied to a head. For a model that is quantized on a GPU,
+            in this process; a quantized one takes ``device_map={"": 0, "model.embed_tokens": "cpu"}``. None: they go
+            where the model does.
         inputs: ``"int8"``: linear layers and experts round their inputs to 8 bits when the model runs
             (``hf_kbit.set_inputs``); quantizing is the same. Saved as a wish beside ``quantization_config``. None:
             inputs stay in 16 bits.

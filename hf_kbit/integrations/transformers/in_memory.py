@@ -5,6 +5,7 @@ import sys
 from transformers import PreTrainedModel
 
 from hf_kbit.integrations.transformers.inputs import set_where_possible
+from hf_kbit.integrations.transformers.offload import keep_tables
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_exceptions
 from hf_kbit.nn.weight import packed_layers
@@ -23,3 +24,5 @@ def finish(plan: Plan) -> None:
     else:
         set_where_possible(packed_layers(model), plan.config.inputs)
         report_exceptions(plan.outcome)
+    if plan.config.embedding_device is not None:
+        keep_tables(model, asked=True)

@@ -69,7 +69,7 @@ def test_rows_are_read_from_the_host(bits):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("way", ["asked", "mapped", "saved", "calibrated"])
+@pytest.mark.parametrize("way", ["asked", "mapped", "saved", "calibrated", "in memory"])
 @pytest.mark.parametrize("embedding_bits", [None, 4])
 def test_a_model(way, embedding_bits, folder, tmp_path):
     """It writes what the model with its table on the GPU writes, trains adapters, and is saved as it."""
@@ -80,6 +80,9 @@ def test_a_model(way, embedding_bits, folder, tmp_path):
     if way == "saved":
         expected.save_pretrained(tmp_path / "saved")
         model = load(tmp_path / "saved", places)
+    elif way == "in memory":
+        model = load(folder, "cuda")
+        hf_kbit.quantize_model(model, embedding_device="cpu", **config)
     else:
         model = load(folder, *(["cuda"] if way != "mapped" else [places]), **config, **ASKED[way])
     table = model.get_input_embeddings()
