@@ -3,6 +3,7 @@
 import pytest
 import small
 import torch
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM
 
@@ -98,6 +99,10 @@ def test_a_model(way, embedding_bits, folder, tmp_path):
     expected.save_pretrained(tmp_path / "expected")
     file = "model.safetensors"
     assert (tmp_path / "again" / file).read_bytes() == (tmp_path / "expected" / file).read_bytes()
+    adapted = get_peft_model(model, LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM"))
+    adapted(input_ids=IDS.cuda(), labels=IDS.cuda()).loss.backward()
+    gradients = [x.grad for name, x in adapted.named_parameters() if "lora_B" in name]
+    assert gradients and all(x.isfinite().all() and x.any() for x in gradients)
 
 
 ASKED = {"asked": {"embedding_device": "cpu"}, "calibrated": {"embedding_device": "cpu"}, "mapped": {}}
