@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 import torch
-from accelerate.hooks import remove_hook_from_module, remove_hook_from_submodules
 from torch import nn
 
 from hf_kbit.integrations.transformers.tying import tied
@@ -71,8 +70,14 @@ def keep_tables(model: nn.Module, asked: bool) -> None:
         device = table.weight.device if device is None else torch.device(device)
         if device.type == "cuda" and (asked or waits):
             if waits:
-                remove_hook_from_module(table)  # which gives it its weight back
+                _without_hooks(table)  # which give it its weight back
                 places[name], given_back = device.index, True
             keep_on_host(table, device)
     if given_back and len(set(places.values())) == 1:
-        remove_hook_from_submodules(model)
+        _without_hooks(model)
+
+
+def _without_hooks(module: nn.Module) -> None:
+    from accelerate.hooks import remove_hook_from_module  # which a model without a device map does not need
+
+    remove_hook_from_module(module, recurse=True)
