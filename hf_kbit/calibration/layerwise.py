@@ -181,7 +181,7 @@ class Calibration:
         self.token_weights: dict[str, list[torch.Tensor]] = {}  # of layers for which tokens do not count alike
         self.dimensions: dict[str, int | None] = {}  # which is that of sequences, of what layers are given
         self.finished: Finished | None = None
-        self.unmapped: tuple[str, list[str]] | None = None  # a layer of the model that was saved, and what is in it
+        self.unmapped: tuple[str, list[str]] | None = None  # a layer that a file has, and what is in it
 
     def run(self) -> None:
         """Quantizes the model. After an error, or where the run is stopped, the model is as it was, or the log says
@@ -293,7 +293,8 @@ class Calibration:
                 untransformed = self.plan.outcome.untransformed
                 how = {name: [layer.decoding.to_dict(), untransformed.get(name, "")] for name, layer in new.items()}
                 self.finished.save(unit, tensors, how)
-                self.unmapped = unit, names
+        if names and self.finished is not None:
+            self.unmapped = unit, names
         for name, layer in new.items():
             site = self.plan.sites[name]
             if site.kind is KbitProjection:
@@ -351,7 +352,7 @@ class Calibration:
         return True
 
     def _map_finished(self) -> None:
-        """Has the layers that were saved last, where the model is on a CPU, mapped from their file: memory need not
+        """Has the layers that were saved or read last, where the model is on a CPU, mapped from their file: memory need not
         hold them."""
         if self.unmapped is not None and self.model.device.type == "cpu":
             unit, names = self.unmapped

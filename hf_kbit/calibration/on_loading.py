@@ -97,5 +97,5 @@ def _place(model: nn.Module, device_map, asked: bool) -> None:
         model.to(next(iter(device_map.values())))
     else:
         dispatch_model(model, device_map, skip_keys=model._skip_keys_device_placement)
-    model.hf_device_map = device_map
+    model.hf_device_map = dict(device_map)  # not the caller's, for tables may leave it
     keep_tables(model, asked)
