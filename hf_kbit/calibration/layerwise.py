@@ -352,8 +352,8 @@ class Calibration:
         return True
 
     def _map_finished(self) -> None:
-        """Has the layers that were saved or read last, where the model is on a CPU, mapped from their file: memory need not
-        hold them."""
+        """Has the layers that were saved or read last, where the model is on a CPU, mapped from their file, so that
+        memory need not hold them."""
         if self.unmapped is not None and self.model.device.type == "cpu":
             unit, names = self.unmapped
             self._restored(unit, {name: self.plan.sites[name].layer for name in names}, self.model.device)

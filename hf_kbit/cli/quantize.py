@@ -10,7 +10,7 @@ from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least
 from hf_kbit.cli.output import line
 
 MXFP4 = "mxfp4"
-MOST = 8e9  # weights that are calibrated by feedback where nobody asked for it: that takes some ten minutes on a GPU
+MOST = 8e9  # weights that are calibrated by feedback where nobody asked for it: some ten minutes on an H200
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was quantized, if any was"
 
 
