@@ -1,12 +1,12 @@
 """Measures what quantization costs the model of ``pretrained`` or ``train``: perplexity, divergence, size, time.
 
-    python -m benchmarks.quality.measure --folder /tmp/smollm2 [--methods "4 normal_float"] [--tokens 65536] [--code]
-                                         [--questions 1000] [--device cuda] [--json results.jsonl]
+    python -m benchmarks.quality.measure --folder /tmp/smollm2 [--methods "4 normal_float" ...] [--tokens 65536]
+                                         [--code] [--questions 1000] [--device cuda] [--json results.jsonl [--resume]]
 
-``methods`` and ``peers`` have the methods; ``--methods`` takes those whose label a regular expression finds. Each
-model is loaded from the 16-bit checkpoint and evaluated on the held-out text beside it
-(``hf_kbit.evaluate``), in disjoint windows of the length it was trained with, at most ``WINDOW``.
-A library that is not installed is skipped, with a line that says why.
+``methods`` and ``peers`` have the methods; ``--methods`` takes those whose label a regular expression finds, in the
+order of the expressions, and with ``--resume`` those alone that the file has no line of. Each model is loaded from the
+16-bit checkpoint and evaluated on the held-out text beside it (``hf_kbit.evaluate``), in disjoint windows of the
+length it was trained with, at most ``WINDOW``. A library that is not installed is skipped, with a line that says why.
 
 A line has the perplexity, its gap (what it has above that of fp16) with the standard error of that, from ``PARTS``
 parts of the text, KL divergence (its mean, and what 99% and 99.9% of the tokens do not exceed) and agreement with
@@ -75,10 +75,23 @@ def compare(model, reference, tokens: torch.Tensor, asked: torch.Tensor) -> dict
 
 def command_line(description: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--methods", default="", help="regular expression that labels of methods contain")
+    parser.add_argument(
+        "--methods", nargs="+", default=[""], help="regular expressions that labels of methods contain, in their order"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", help="file to append a JSON line for each method to")
+    parser.add_argument("--resume", action="store_true", help="leave out what the file has lines of")
     return parser
+
+
+def chosen(arguments) -> list[Method]:
+    every = [*methods(), *peers()]
+    found = dict.fromkeys(method for each in arguments.methods for method in every if re.search(each, method.label))
+    if arguments.resume and (file := Path(arguments.json or "")).is_file():
+        lines = map(json.loads, file.read_text().splitlines())
+        measured = {(line["library"], line["bits"], line["way"]) for line in lines}
+        return [method for method in found if (method.library, method.bits, method.way) not in measured]
+    return [*found]
 
 
 def sizes(method: Method, model, reference) -> dict[str, float]:
@@ -123,9 +136,7 @@ def measure_all(arguments, folder: Path, compare: Callable[..., dict], **context
     where["command"] = shlex.join(["python", "-m", f"benchmarks.quality.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     report = Report(arguments.json, **where, transformers=transformers.__version__, **context)
     reference = load(folder, arguments.device)
-    for method in [*methods(), *peers()]:
-        if not re.search(arguments.methods, method.label):
-            continue
+    for method in chosen(arguments):
         try:
             model, entry = load_measured(method, folder, arguments.device)
             entry |= sizes(method, model, reference)

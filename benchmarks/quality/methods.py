@@ -38,8 +38,7 @@ CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS, BATCH_TOKENS, SENTENCE = 128, 1 <
 # Mean widths of models whose layers differ, without data and calibrated; measured on one of so many of the sequences.
 MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5), 32
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
-OWN_TEXT_BITS = (2, 3, 4)  # calibrated on the text that hf_kbit takes when it is given none
-OWN_TEXT = ", own text"
+OWN_TEXT = ", own text"  # that hf_kbit takes when it is given none
 BUILT_IN = ", built-in text"  # what "weighted" takes when it is given no text
 TUNED_BITS = (2, 2.5, 3, 4)  # the same, and tuned
 TUNED = ", tuned"
@@ -187,10 +186,10 @@ def text_to_tune_on(folder: Path, device: str) -> torch.Tensor:
     return write(model, tune=True, device=device).cpu()
 
 
-def load_tuned(folder: Path, device: str, bits: float) -> nn.Module:
+def load_tuned(folder: Path, device: str, **choices) -> nn.Module:
     """What ``calibrate=True, tune=True`` gives without data."""
     text, model = text_to_tune_on(folder, device), load(folder, device)
-    hf_kbit.quantize_model(model, data=text, bits=bits, tune=True)
+    hf_kbit.quantize_model(model, data=text, tune=True, **choices)
     return model
 
 
@@ -241,11 +240,8 @@ def kbit_methods() -> list[Method]:
             partial(load_calibrated, bits=bits, method=method, data=data),
             kbit_storage,
         )
-        for method, text, data, widths in (
-            ("feedback", OWN_TEXT, own_sequences, OWN_TEXT_BITS),
-            ("weighted", BUILT_IN, built_in_sequences, BITS),
-        )
-        for bits in widths
+        for method, text, data in (("feedback", OWN_TEXT, own_sequences), ("weighted", BUILT_IN, built_in_sequences))
+        for bits in BITS
     ]
     tuned = [
         Method(
@@ -291,8 +287,10 @@ def kbit_methods() -> list[Method]:
         for bits in TRELLIS_BITS
         for how, loaded in (
             ("", load_kbit),
+            (f", weighted{BUILT_IN}", partial(load_calibrated, method="weighted", data=built_in_sequences)),
             (", feedback", partial(load_calibrated, method="feedback")),
             (f", feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences)),
+            (f", feedback{OWN_TEXT}{TUNED}", load_tuned),
         )
     ]
     return free + calibrated + with_int8 + without_text + tuned + mixed + mixed_calibrated + wider + trellises

@@ -106,8 +106,8 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys):
     assert record["losses"][-1][1] < record["losses"][0][1] - 1
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     options = ["--folder", str(folder), "--device", "cpu", "--tokens", "4096", "--json", str(results)]
-    wanted = "fp16|hf_kbit . (normal_float|int), |hf_kbit . optimal, feedback$|hqq|hf_kbit 2.5 .* search, mixed"
-    monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", wanted])
+    wanted = ["fp16|hf_kbit . (normal_float|int), |hf_kbit . optimal, feedback$", "hqq|hf_kbit 2.5 .* search, mixed"]
+    monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", *wanted])
     monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
     monkeypatch.setattr(quality.methods, "BITS", (2, 4))
     monkeypatch.setitem(sys.modules, "hqq.core.quantize", None)  # as if not installed
@@ -141,6 +141,16 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys):
     content = page.read_text()
     assert content.startswith("Before\n") and content.endswith("After\n")
     assert content.count("| hf_kbit, 4 bits: int, search | ") == 1 and f"{dense['perplexity']:.3f}" in content
+
+
+def test_which_are_measured(quality, tmp_path):
+    """Each once, in the order of the expressions, without what the file has."""
+    file = tmp_path / "results.jsonl"
+    wanted = SimpleNamespace(methods=["[34] trellis$", "fp16", "3 trellis(, feedback)?$"], json=str(file), resume=True)
+    first = ["hf_kbit 3 trellis", "hf_kbit 4 trellis", "fp16 16 as trained"]
+    assert [method.label for method in quality.measure.chosen(wanted)] == [*first, "hf_kbit 3 trellis, feedback"]
+    file.write_text(json.dumps({"library": "hf_kbit", "bits": 4, "way": "trellis"}) + "\n")
+    assert [method.label for method in quality.measure.chosen(wanted)][:2] == [first[0], first[2]]
 
 
 def test_error_of_a_mean_over_parts(quality, monkeypatch):
