@@ -166,12 +166,12 @@ def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     """What hf_kbit takes when it is given no text: the model writes it; where it cannot, it is the built-in text."""
     written = write(model)
     if written is None:
-        written = Text(None, AutoTokenizer.from_pretrained(folder), **amount(model)).ids(model)
+        written = torch.stack(Text(None, AutoTokenizer.from_pretrained(folder), **amount(model)).ids(model))
     return written.cpu()
 
 
 def built_in_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
-    return Text(tokenizer=AutoTokenizer.from_pretrained(folder)).little().ids(model).cpu()
+    return torch.stack(Text(tokenizer=AutoTokenizer.from_pretrained(folder)).little().ids(model)).cpu()
 
 
 def load_calibrated(folder: Path, device: str, data=training_sequences, **choices) -> nn.Module:

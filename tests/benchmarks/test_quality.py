@@ -106,7 +106,8 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys):
     assert record["losses"][-1][1] < record["losses"][0][1] - 1
     results, page = tmp_path / "results.jsonl", tmp_path / "page.md"
     options = ["--folder", str(folder), "--device", "cpu", "--tokens", "4096", "--json", str(results)]
-    wanted = ["fp16|hf_kbit . (normal_float|int), |hf_kbit . optimal, feedback$", "hqq|hf_kbit 2.5 .* search, mixed"]
+    wanted = ["fp16|hf_kbit . (normal_float|int), |. optimal, (feedback|weighted, built-in text)$"]
+    wanted += ["hqq|hf_kbit 2.5 .* search, mixed"]
     monkeypatch.setattr(sys, "argv", ["measure", *options, "--methods", *wanted])
     monkeypatch.setattr(quality.methods, "CALIBRATION_SEQUENCES", 8)
     monkeypatch.setattr(quality.methods, "BITS", (2, 4))
@@ -122,6 +123,7 @@ def test_a_run(quality, trained, tmp_path, monkeypatch, capsys):
     methods = quality.report.read([results])["trained"]
     dense, kbit = methods.pop(("fp16", 16, "as trained")), {key[1:]: line for key, line in methods.items()}
     ways = "normal_float, absmax", "normal_float, search", "int, search", "optimal, feedback"
+    ways += ("optimal, weighted, built-in text",)
     mixed = 2.5, "optimal, search, mixed"
     assert set(kbit) == {(bits, way) for bits in (2, 4) for way in ways} | {mixed}
     assert dense["gap"] == dense["kl_divergence"] == 0 and dense["top1_agreement"] == 1
