@@ -84,9 +84,9 @@ struct Rows {
 
 // Of the same rows of x, `count` of them, at most kGemmParts. With swiglu rows have 2 K numbers, g and u, and are
 // silu(g) * u first. Besides sets `num_zeros` words of `zeros` to zero, for a kernel that follows. Overlaps with the
-// kernel launched before it if `awaits`, as gemm.
+// kernel launched before it.
 cudaError_t transform(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Transformed* outputs, int count,
-                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, bool awaits, const Gpu& gpu,
+                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu,
                       cudaStream_t stream);
 
 // y [tokens, N] = x [tokens, K] @ W.T + bias for W in tiles, float16 or bfloat16; bias [N] may be null, codebook is

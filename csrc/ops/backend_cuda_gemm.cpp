@@ -83,8 +83,7 @@ void transform_inputs(std::vector<Held>& held, Dtype dtype, int64_t tokens, cons
         uint32_t* const zeros = flags && first == 0 ? reinterpret_cast<uint32_t*>(write<int32_t>(*flags)) : nullptr;
         check("transform", cuda::transform(x.const_data_ptr(), of_experts ? of_experts->rows : cuda::Rows{}, swiglu,
                                            dtype, &outputs[first], count, tokens, in_features, zeros,
-                                           zeros ? static_cast<int>(flags->numel()) : 0, of_experts.has_value(),
-                                           launch.gpu, launch.stream));
+                                           zeros ? static_cast<int>(flags->numel()) : 0, launch.gpu, launch.stream));
     }
 }
 

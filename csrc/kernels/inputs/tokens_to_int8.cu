@@ -16,7 +16,8 @@
 // What does not fit there, long rows, takes a CTA for each token, which loads x as it needs it. Of a token of more
 // blocks than it has threads, it makes them anew.
 //
-// The product's kernel may overlap with the launch. Compute capability 8.0 and newer, with swiglu 9.0.
+// The launch overlaps with the kernel before, and the product's kernel with it. Compute capability 8.0 and newer, with
+// swiglu 9.0.
 #include <algorithm>
 
 #include "kernels/dispatch.h"
@@ -230,7 +231,8 @@ template <typename T, bool kSwiglu, int kThreads>
 cudaError_t launch_groups(const Arguments& arguments, const Int8TokensPlan& plan, const Gpu& gpu,
                           cudaStream_t stream) {
     static Launcher launcher(tokens_to_int8_kernel<T, kSwiglu, kThreads>, kThreads, kAllShared);
-    return launcher.launch(gpu, int64_t{arguments.ctas} * arguments.count, 1, plan.shared_bytes, stream, arguments);
+    return launcher.launch_overlapping(gpu, int64_t{arguments.ctas} * arguments.count, 1, plan.shared_bytes, stream,
+                                       arguments);
 }
 
 template <typename T, bool kSwiglu>
@@ -249,7 +251,7 @@ cudaError_t launch(Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
             return launch_groups<T, kSwiglu, kMostInt8Threads>(arguments, plan, gpu, stream);
     }
     static Launcher launcher(long_tokens_to_int8_kernel<T, kSwiglu>, kMostInt8Threads, 0);
-    return launcher.launch(gpu, int64_t{arguments.tokens} * arguments.count, 1, 0, stream, arguments);
+    return launcher.launch_overlapping(gpu, int64_t{arguments.tokens} * arguments.count, 1, 0, stream, arguments);
 }
 
 }  // namespace

@@ -97,17 +97,16 @@ __global__ void __maxnreg__(kRegisters) transform_kernel(const __grid_constant__
 }
 
 template <typename T, int kTokens, bool kSwiglu>
-cudaError_t launch(const Arguments& arguments, bool awaits, const Gpu& gpu, cudaStream_t stream) {
+cudaError_t launch(const Arguments& arguments, const Gpu& gpu, cudaStream_t stream) {
     static Launcher launcher(transform_kernel<T, kTokens, kSwiglu>, kThreads, 0);
     const int64_t ctas = ceil_div(arguments.tokens, kTokens) * arguments.row_ctas;
-    return awaits ? launcher.launch_overlapping(gpu, ctas, 1, 0, stream, arguments)
-                  : launcher.launch(gpu, ctas, 1, 0, stream, arguments);
+    return launcher.launch_overlapping(gpu, ctas, 1, 0, stream, arguments);
 }
 
 }  // namespace
 
 cudaError_t transform(const void* x, const Rows& rows, bool swiglu, Dtype dtype, const Transformed* outputs, int count,
-                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, bool awaits, const Gpu& gpu,
+                      int64_t tokens, int64_t in_features, uint32_t* zeros, int num_zeros, const Gpu& gpu,
                       cudaStream_t stream) {
     Arguments arguments{};
     arguments.x = x;
@@ -127,7 +126,7 @@ cudaError_t transform(const void* x, const Rows& rows, bool swiglu, Dtype dtype,
         using T = decltype(value);
         const auto run = swiglu ? (many ? launch<T, 2, true> : launch<T, 1, true>)
                                 : (many ? launch<T, 2, false> : launch<T, 1, false>);
-        return run(arguments, awaits, gpu, stream);
+        return run(arguments, gpu, stream);
     });
 }
 
