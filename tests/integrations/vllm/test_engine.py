@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 import serving
 import torch
+from byte_tokenizer import byte_tokenizer
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
@@ -124,6 +127,47 @@ def test_weights_that_come_again(name, dtype, tmp_path):
 
 def load_nothing(model):
     model.load_weights([])
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+def test_a_cache_in_8_bits(folder, dtype, tmp_path):
+    """It gives what the decoded model gives with such a cache: the first tokens, and in float32 all."""
+    serving.load(folder, dtype).dequantize().save_pretrained(tmp_path)
+
+    def completed(its: Path) -> list:
+        with serving.engine(its, **ALONE, kv_cache_dtype="fp8") as model:
+            return serving.complete(model)
+
+    outcomes = completed(folder), completed(tmp_path)
+    plain = serving.agreement(outcomes[0], serving.load(folder, dtype))[1]
+    assert max(plain) > serving.TOLERANCES["float32"], "the cache had all bits"
+    for (tokens, found), (others, expected) in zip(*outcomes, strict=True):
+        same = serving.TOKENS if dtype == "float32" else 1
+        assert tokens[:same] == others[:same]
+        assert found[:same] == pytest.approx(expected[:same], abs=serving.TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+def test_answers_of_a_form(dtype, tmp_path):
+    """Of the bytes that the form has next, each is the most probable one."""
+    pytest.importorskip("xgrammar")
+    words = ["cat", "cow", "bird", "bear", "owl"]
+    folder = serving.make("llama", tmp_path, vocab_size=256)
+    byte_tokenizer().save_pretrained(folder)
+    reference = serving.load(folder, dtype)
+    form = SamplingParams(temperature=0, structured_outputs=StructuredOutputsParams(choice=words))
+    with serving.engine(folder, **ALONE, skip_tokenizer_init=False) as model:
+        for prompt in serving.PROMPTS:
+            (answer,) = model.generate({"prompt_token_ids": prompt}, form, use_tqdm=False)
+            word = answer.outputs[0].text
+            assert word in words
+            for n, byte in enumerate(word.encode()):
+                with torch.no_grad():
+                    scores = reference(torch.tensor([[*prompt, *word[:n].encode()]], device=reference.device)).logits[
+                        0, -1
+                    ]
+                allowed = {ord(other[n]) for other in words if other[:n] == word[:n] and len(other) > n}
+                assert scores[byte] >= max(scores[other] for other in allowed) - serving.TOLERANCES[dtype]
 
 
 @pytest.mark.gpu
