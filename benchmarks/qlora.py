@@ -1,7 +1,7 @@
 """Times a step of fine-tuning with LoRA on Llama-3-8B's shape: bf16, hf_kbit and bitsandbytes, on one CUDA GPU.
 
     python benchmarks/qlora.py [--layers 32] [--bits 2,3,4,5] [--sequences 4] [--tokens 1024]
-                               [--peers bitsandbytes] [--json results.jsonl] [--plot qlora.png]
+                               [--trellis] [--peers bitsandbytes] [--json results.jsonl] [--plot qlora.png]
     python benchmarks/qlora.py --shape qwen3-30b-a3b --layers 8  # a mixture, with LoRA on its experts too
     python benchmarks/qlora.py --from results.jsonl --plot qlora.png
 
@@ -15,7 +15,8 @@ those with twice the rank for gate and up. Models in few bits are measured twice
 
 A line has the median milliseconds of a step, GPU memory that the loaded model takes, the peak of memory in training,
 the loss of the last step, and ratios to bf16 and to NF4 (prepared alike) in the same run. bitsandbytes, with NF4 in
-blocks of 64, runs where it is installed, and before hf_kbit. --plot needs matplotlib.
+blocks of 64, runs where it is installed, and before hf_kbit. --trellis measures each width with a trellis too, of one
+layer that all are, as model.py does. --plot needs matplotlib.
 """
 
 import argparse
@@ -23,13 +24,14 @@ import gc
 import statistics
 import tempfile
 import time
+from pathlib import Path
 
 import peft
 import torch
 import transformers
 from gemm import COLOURS, find_peers, skipped
 from load import SHAPES, load, make_checkpoint
-from model import DENSE, OTHERS, PEERS, SHAPE
+from model import DENSE, KINDS, OTHERS, PEERS, SHAPE, TRELLIS, pack_one_layer
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from timing import Report, gpu_and_command, numbers, parse, run_and_plot
 
@@ -106,7 +108,7 @@ def plot(lines, file: str) -> None:
     labels = [label_of(line) for line in lines]
     for axis, key, title in zip(axes, ("ms", "peak_GB"), ("ms of a step", "peak of GPU memory, GB"), strict=True):
         colours = [
-            COLOURS[line["bits"]] if line["name"] == "hf_kbit" else OTHERS[line["name"]]["color"] for line in lines
+            OTHERS[line["name"]]["color"] if line["name"] in OTHERS else COLOURS[line["bits"]] for line in lines
         ]
         drawn = axis.barh(labels, [line[key] for line in lines], color=colours)
         for bar, line in zip(drawn, lines, strict=True):
@@ -126,7 +128,8 @@ def plot(lines, file: str) -> None:
 
 
 def label_of(line: dict) -> str:
-    label = f"hf_kbit, {line['bits']} bits" if line["name"] == "hf_kbit" else OTHERS[line["name"]]["label"]
+    name = line["name"]
+    label = OTHERS[name]["label"] if name in OTHERS else f"{name}, {line['bits']} bits"
     return f"{label}, prepared" if line["prepared"] == "yes" else label
 
 
@@ -138,6 +141,7 @@ def command_line():
     parser.add_argument("--shape", choices=SHAPES, default=SHAPE)
     parser.add_argument("--layers", type=int, help="fewer are quicker; default: those of the shape")
     parser.add_argument("--bits", type=numbers, default=list(BITS))
+    parser.add_argument("--trellis", action="store_true", help="measure each width with a trellis as well")
     parser.add_argument("--sequences", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=1024, help="of a sequence")
     return parse(parser, PEERS)
@@ -157,7 +161,7 @@ def run(arguments) -> list[dict]:
     )
     lines, measured = [], {}
 
-    def emit(way: dict, config, prepared: str) -> None:
+    def emit(way: dict, config, prepared: str, folder: str) -> None:
         result, loss = measure(folder, config, prepared == "yes", (arguments.sequences, arguments.tokens))
         measured[way["name"], prepared] = result
         ratios = {}
@@ -170,16 +174,22 @@ def run(arguments) -> list[dict]:
 
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(arguments.shape, folder, "cuda", num_hidden_layers=layers)
-        emit(DENSE, None, "no")
+        emit(DENSE, None, "no", folder)
         for peer, version in find_peers(arguments.peers).items():
             for prepared in ("no", "yes"):
                 try:
-                    emit({"name": peer, "bits": 4, "version": version}, PEERS[peer](), prepared)
+                    emit({"name": peer, "bits": 4, "version": version}, PEERS[peer](), prepared, folder)
                 except Exception as error:
                     skipped(peer, f", prepared {prepared}", error)
         for bits in arguments.bits:
             for prepared in ("no", "yes"):
-                emit({"name": "hf_kbit", "bits": bits}, hf_kbit.KbitConfig(bits=bits), prepared)
+                emit({"name": "hf_kbit", "bits": bits}, hf_kbit.KbitConfig(bits=bits), prepared, folder)
+            if arguments.trellis:
+                with tempfile.TemporaryDirectory() as packed:
+                    config = hf_kbit.KbitConfig(bits=bits, **KINDS[TRELLIS])
+                    pack_one_layer(arguments.shape, layers, config, Path(packed))
+                    for prepared in ("no", "yes"):
+                        emit({"name": TRELLIS, "bits": bits}, None, prepared, f"{packed}/all")
     return lines
 
 
