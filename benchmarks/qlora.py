@@ -74,7 +74,8 @@ def measure(folder: str, config, prepared: bool, shape: tuple[int, int]) -> tupl
     gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    model, _, _ = load(folder, "cuda", quantization_config=config)
+    quantized = {"quantization_config": config} if config else {}  # None would undo what a folder says
+    model, _, _ = load(folder, "cuda", **quantized)
     loaded = torch.cuda.memory_allocated() - before
     torch.manual_seed(0)
     model = adapted(model, prepared)
