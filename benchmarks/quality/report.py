@@ -7,7 +7,8 @@ prints the tables, and with ``--page`` also writes them between the two marks th
 largest on, then the model that the benchmark trained, then all-MiniLM-L6-v2. Where files hold several runs, the last
 line of each method counts. There is a plot of each language model, with the relative gap of perplexity and the KL
 divergence against bits per weight: calibrated models bold, mixed widths dashed in the colour of what is one width for
-all, peers dotted, hf_kbit's codebooks other than the default pale; and one of SmolLM2 in short. They need matplotlib.
+all, peers dotted, hf_kbit's codebooks other than the default and the trellis pale; and one of SmolLM2 in short. They
+need matplotlib.
 """
 
 import argparse
@@ -28,6 +29,7 @@ TRAINED, MINILM = "trained", "all-MiniLM-L6-v2"
 MARKS = "<!-- results -->\n", "<!-- end of results -->\n"
 DEFAULT = f"{hf_kbit.KbitConfig().codebook}, {hf_kbit.KbitConfig().scale}"
 FEEDBACK = "optimal, feedback"
+TRELLIS = "trellis"
 CALIBRATED = {"weighted", "learned", "feedback"}  # ways of stored lines
 GAP = "gap, of fp16's perplexity"
 # For each width: the most that the default of hf_kbit may have of a plain method's gap, and that method.
@@ -315,7 +317,7 @@ def styles(ways: Iterable[tuple[str, str]]) -> dict[tuple[str, str], dict]:
             style["color"] = colours.setdefault(alike, COLOURS[len(colours) % len(COLOURS)])
             if is_calibrated(way):
                 style["linewidth"] = 2.5
-            elif alike != DEFAULT:
+            elif alike not in (DEFAULT, TRELLIS):
                 style["alpha"] = 0.4
             if way.endswith(MIXED):
                 style |= {"linestyle": "--", "fillstyle": "none", "markersize": 9}
@@ -377,6 +379,8 @@ IN_SHORT = (
         (FEEDBACK + OWN_TEXT + TUNED, FEEDBACK + OWN_TEXT + TUNED + MIXED),
         "#000000",
     ),
+    ("hf_kbit, trellis, no data", "hf_kbit", (TRELLIS,), "#6baed6"),
+    ("hf_kbit, trellis, calibrated on its own text", "hf_kbit", (f"{TRELLIS}, feedback{OWN_TEXT}",), "#08306b"),
     ("bitsandbytes NF4", "bitsandbytes", ("NF4, block 64",), "#7570b3"),
     ("HQQ, groups of 64", "hqq", ("group 64",), "#d95f02"),
     ("HQQ, groups of 32", "hqq", ("group 32",), "#fdae6b"),
@@ -409,7 +413,7 @@ def plot_in_short(methods: dict[tuple, dict], file: Path) -> None:
         sizes = [line["bits_per_weight"] for line in lines]
         ours = {"linewidth": 2.5, "zorder": 3} if library == "hf_kbit" else {"linewidth": 1}
         axis.plot(sizes, [100 * relative_gap(line) for line in lines], "o-", color=colour, label=label, **ours)
-    axis.set(yscale="log", xlim=(2, 5.8), ylim=(0.1, 1000), xlabel="bits per weight, with scales, zeros and levels")
+    axis.set(yscale="log", xlim=(1.9, 5.8), ylim=(0.1, 1000), xlabel="bits per weight, with scales, zeros and levels")
     axis.yaxis.set_major_formatter("+{x:g}%")
     axis.grid(alpha=0.3)
     axis.legend(frameon=False, fontsize=8)
