@@ -171,9 +171,10 @@ def command(given: Namespace) -> None:
         elif (tokenizer := find_tokenizer()) is not None:
             tokenizer.save_pretrained(output.model)
         output.publish()
-    if ignored := quantized.hf_quantizer.ignored:
-        first, names = min(ignored), f"{len(ignored)} tensors that {type(quantized).__name__} does not read"
-        line("kept", f"{names}, such as {first}: as they are")
+    quantizer = quantized.hf_quantizer
+    if kept := quantizer.ignored.places:
+        names, packed = f"{len(kept)} tensors that {type(quantized).__name__} does not read", len(quantizer.further)
+        line("kept", f"{names}, such as {min(kept)}: {packed} layers of them packed, the rest as they are")
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
     if given.push_to_hub is not None:

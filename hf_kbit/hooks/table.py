@@ -58,9 +58,11 @@ _LOADING, _QUANTIZER = "transformers.core_model_loading", "transformers.quantize
 TRANSFORMERS_NAMES = (
     Name(f"{_LOADING}:ConversionOps.convert", ("self", "input_dict")),
     Name(f"{_LOADING}:WeightConverter"),
+    Name(f"{_LOADING}:WeightConverter.convert", ("self", "layer_name", "model", "config")),
     Name(f"{_LOADING}:WeightConverter.reverse_transform", ("self",)),
     Name(f"{_LOADING}:WeightRenaming"),
     Name(f"{_LOADING}:WeightTransform"),
+    Name(f"{_LOADING}:WeightTransform.add_tensor", ("self", "target_key", "source_key", "source_pattern", "future")),
     Name(f"{_LOADING}:dot_natural_key", ("s",)),
     Name(f"{_LOADING}:rename_source_key", ("source_key", "weight_renamings", "weight_converters")),
     Name(f"{_LOADING}:revert_weight_conversion", ("model", "state_dict")),

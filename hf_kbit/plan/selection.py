@@ -171,10 +171,19 @@ class Packable:
             ("modules_to_not_convert", "module", chooser.left.unused(modules)),
         ):
             for pattern in unused:
+                if is_for_ignored(self.model, pattern):
+                    continue
                 raise ValueError(
                     f"{option}[{shown(pattern)}]: found no {kind} of that name in {type(self.model).__name__}, "
                     "expected a regular expression for whole parts of a dotted name, or the end of one"
                 )
+
+
+def is_for_ignored(model, pattern: str) -> bool:
+    """Whether a pattern names what a model's class leaves out while it loads, such as ``"mtp.layers.0"``. That may be
+    in the files, and is packed while the model is saved."""
+    text = pattern.replace("\\", "").removeprefix("^") + "."  # some say that one has to follow
+    return any(re.search(each, text) for each in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())
 
 
 def _heads_and_routers(model, found_sites: Mapping[str, Site]) -> dict[str, str]:

@@ -1,13 +1,15 @@
 """How Transformers maps the names in a checkpoint to those of a model's tensors, and back when it saves."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
+import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
     WeightTransform,
+    dot_natural_key,
     rename_source_key,
     revert_weight_conversion,
 )
@@ -51,6 +53,18 @@ class Names:
         _, pattern = self._resolve(stored_name, self._converters, self._state_dict)
         return self._by_pattern[pattern].source_patterns.index(pattern)
 
+    def together(self, tensors: Mapping[str, torch.Tensor], model) -> torch.Tensor:
+        """What Transformers makes of stored tensors that go to one place in the model, by their names."""
+        tensors = dict(sorted(tensors.items(), key=lambda item: dot_natural_key(item[0])))
+        for stored_name, tensor in tensors.items():
+            target, pattern = self._resolve(stored_name, self._converters, self._state_dict)
+            if pattern is None:
+                return tensor
+            converter = self._by_pattern[pattern]
+            converter.add_tensor(target, stored_name, pattern, tensor)
+        (made,) = converter.convert(target, model=model, config=model.config).values()
+        return made
+
     def __contains__(self, name: str) -> bool:
         return name in self._state_dict
 
@@ -73,9 +87,10 @@ class Names:
         return renamed, pattern
 
 
-def stored_names(model, modules: Iterable[str]) -> dict[str, str]:
-    """``{module name: its name in a checkpoint that model.save_pretrained writes}``."""
+def stored_names(model, modules: Iterable[str], others: Iterable[str] = ()) -> dict[str, str]:
+    """``{module name: its name in a checkpoint that model.save_pretrained writes}``; the model has no ``others``."""
     tensors = {f"{name}{WEIGHT_SUFFIX}": model.get_submodule(name).weight.detach() for name in modules}
+    tensors |= {f"{name}{WEIGHT_SUFFIX}": torch.empty(0) for name in others}
     stored = {id(tensor): name for name, tensor in revert_weight_conversion(model, tensors).items()}
     return {
         name.removesuffix(WEIGHT_SUFFIX): stored[id(tensor)].removesuffix(WEIGHT_SUFFIX)

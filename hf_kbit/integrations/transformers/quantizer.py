@@ -25,11 +25,11 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
 from hf_kbit.files import checkpoint
-from hf_kbit.format.decoding import COLUMNS
+from hf_kbit.format.decoding import COLUMNS, Decoding
 from hf_kbit.format.errors import refuse
 from hf_kbit.format.kinds import NAMES
 from hf_kbit.format.model import Exl3
-from hf_kbit.integrations.transformers import exl3, fit, ignored, inputs, mxfp4, parallel, tying
+from hf_kbit.integrations.transformers import exl3, fit, further, ignored, inputs, mxfp4, parallel, tying
 from hf_kbit.integrations.transformers.conversions import (
     AWAY,
     Away,
@@ -76,7 +76,8 @@ class KbitHfQuantizer(HfQuantizer):
         self.stored: list[str] = []  # layers that the checkpoint has packed, as conversions find their names
         self.files: dict[str, str] = {}  # of the tensors of a quantized checkpoint
         self.names: dict[str, str] = {}  # of its packed layers there, by those in the model
-        self.ignored: dict[str, ignored.Ignored] = {}  # tensors there that the model's class leaves out
+        self.ignored = ignored.Ignored()  # tensors there that the model's class leaves out
+        self.further: dict[str, Decoding] = {}  # layers among these that are packed
         self.exl3: exl3.Folder | None = None  # the checkpoint, if it is one
         self.device_map: object = None
         self.text: object = None  # what the model is to read, if it is calibrated
@@ -214,6 +215,9 @@ class KbitHfQuantizer(HfQuantizer):
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
+            self.ignored = ignored.find(model, names, tensors, packed)
+            self.further = further.read_decodings(model, self.ignored, tensors, config.stored)
+            packed = {name: own for name, own in packed.items() if name not in self.further}
         self.plan = packable.stored(config, packed)
         layers = self.plan.make_room()
         self.stored, self.names = [names.renamed(name) for name in packed.values()], packed
@@ -224,12 +228,11 @@ class KbitHfQuantizer(HfQuantizer):
             self.stored += [name.removeprefix(base) for name in self.stored] + [base + name for name in self.stored]
             return
         self.files = {name: tensor.file for name, tensor in tensors.items()}
-        self.ignored = ignored.find(model, names, tensors)
         fit.check_tensors(model, layers, names, tensors, packed, whole=saved)
         if parallel.is_shared(model.config):
             self.columns = checkpoint.read_columns(self.files, packed)
             model._keys_to_ignore_on_load_unexpected |= {rf"\.({COLUMNS}|{HOW})$"}
-        checkpoint.check_save(files, config.stored, [*packed.values(), *tied])
+        checkpoint.check_save(files, config.stored, [*packed.values(), *self.ignored.packed.values(), *tied])
 
     # --- while loading ---
 
@@ -337,9 +340,12 @@ class KbitHfQuantizer(HfQuantizer):
         model._weight_conversions = [c for c in known if not would_revert(c, layers)]
 
     def _record(self, model, layers) -> None:
-        names, tied = stored_names(model, layers), tying.tied(model)  # tied ones are stored by another name
+        names = stored_names(model, layers, self.further)
+        tied = tying.tied(model)  # which are stored by another name
         stored = {names[name]: layer for name, layer in layers.items() if name not in tied}
-        self.quantization_config.record(*said_of(stored))
+        decodings, tables, version = said_of(stored)
+        decodings |= {names[name]: decoding for name, decoding in self.further.items()}
+        self.quantization_config.record(decodings, tables, version)
         left = {allocation.exactly(name): None for name in self.outcome.lost}
         self.quantization_config.module_bits = left | {
             pattern: bits for pattern, bits in self.quantization_config.module_bits.items() if pattern not in left
@@ -352,14 +358,17 @@ class KbitHfQuantizer(HfQuantizer):
         layers = packed_layers(model)
         if getattr(model, "_hf_peft_config_loaded", False):  # only adapters are saved
             return super().get_state_dict_and_metadata(model)
-        self._record(model, layers)  # merging adapters may have changed exponents
-        model.config.quantization_config = self.quantization_config  # the model may have been given another config
         tied = {f"{name}.weight" for name in tying.tied(model)}
         values = model.state_dict(keep_vars=True)  # packed weights as one value each
         state = {name: tensor.detach() for name, tensor in values.items() if name not in tied}
         flat = flattened(model, state)
         if flat:  # else another process writes
-            flat |= ignored.read(self.ignored)
+            others = ignored.read(self.ignored)
+            if not self.pre_quantized:
+                others, self.further = further.pack(model, self.ignored, others, self.quantization_config)
+            flat |= others
+        self._record(model, layers)  # merging adapters may have changed exponents
+        model.config.quantization_config = self.quantization_config  # the model may have been given another config
         return flat, checkpoint.unsealed(self.quantization_config.stored)
 
     def _dequantize(self, model, dtype=None):
