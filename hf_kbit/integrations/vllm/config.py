@@ -20,14 +20,15 @@ from hf_kbit.format.decoding import Decoding
 from hf_kbit.format.errors import refuse
 from hf_kbit.integrations.transformers import fit, tying
 from hf_kbit.integrations.transformers.exl3 import EXPERT
+from hf_kbit.integrations.transformers.further import Alike
 from hf_kbit.integrations.transformers.inputs import wish_in
 from hf_kbit.integrations.transformers.quantizer import KbitHfQuantizer
 from hf_kbit.integrations.transformers.report import report_inputs
 from hf_kbit.integrations.vllm.fused_moe import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
-from hf_kbit.nn.embedding import KbitEmbedding
 from hf_kbit.nn.experts import DOWN_PROJECTION, KbitProjection
 from hf_kbit.nn.linear import KbitLinear
+from hf_kbit.nn.site import site_of
 from hf_kbit.ops import native
 from hf_kbit.plan.config import EXL3, KbitConfig
 
@@ -48,6 +49,8 @@ class KbitVllmConfig(QuantizationConfig):
             members as of ``KbitExpertsMethod``.
         biases: ``{name in the checkpoint: its size in the model}`` of those that are padded.
         head: name in the checkpoint of a packed head that is not tied to a packed table; "" if there is none.
+        further: name in the checkpoint of a packed layer that the model itself has not (``further.py``), if any.
+        shared: names in the checkpoint of packed tables and heads, which vLLM gives to further layers too.
         inputs: what the model's config wishes for, or None where the device has no kernels of 8-bit inputs: 16-bit
             ones are faster there.
         prefix: what vLLM puts before the names of all layers: for a draft of speculative decoding there is one.
@@ -64,7 +67,8 @@ class KbitVllmConfig(QuantizationConfig):
                 "first: hf-kbit quantize MODEL FOLDER --bits 4"
             )
         self.config, self.prefix, self.inputs = config, "", None
-        self.layers, self.tables, self.experts, self.biases, self.head = Contents({}, {}, {}, {}, "")
+        self.layers, self.tables, self.experts, self.biases, self.head, self.further = Contents({}, {}, {}, {}, "", "")
+        self.shared: set[str] = set()
 
     def __repr__(self):
         return f"{type(self).__name__}({self.config!r})"
@@ -94,7 +98,9 @@ class KbitVllmConfig(QuantizationConfig):
             folder = Path(model_name)
         else:
             folder = Path(snapshot_download(model_name, revision=revision, allow_patterns=["*.json", "*.safetensors"]))
-        self.layers, self.tables, self.experts, self.biases, self.head = read_decodings(folder, self.config)
+        contents = read_decodings(folder, self.config)
+        self.layers, self.tables, self.experts, self.biases, self.head, self.further = contents
+        self.shared = {*self.tables, self.head}
         if self.head and getattr(hf_config, "tie_word_embeddings", False):  # or vLLM may leave its tensors out
             hf_config.tie_word_embeddings = hf_config.get_text_config().tie_word_embeddings = False
         if wish := wish_in(hf_config):
@@ -170,6 +176,7 @@ class Contents(NamedTuple):
     experts: dict[str, tuple[str, dict[str, Decoding], dict[str, tuple[str, int]]]]
     biases: dict[str, int]
     head: str
+    further: str
 
 
 def read_decodings(folder: Path, config: KbitConfig) -> Contents:
@@ -200,24 +207,26 @@ def read_decodings(folder: Path, config: KbitConfig) -> Contents:
         if isinstance(layer := model.get_submodule(name), KbitLinear) and layer.transposed
     ]
     refuse(problems, "vLLM cannot run the quantized checkpoint; serve it with Transformers")
-    layers, tables, experts, biases, members = {}, {}, {}, {}, {}
+    layers, tables, experts, biases, members, alike = {}, {}, {}, {}, {}, Alike(model)
     if exl3 is not None:
         sizes = {name: header.shape for name, header in exl3.tensors.items() if name.endswith(".bias")}
         biases = {name: size[0] for name, size in sizes.items() if size != exl3.headers[name].shape}
         members = exl3.experts
-    for name, stored in packed.items():
-        layer = model.get_submodule(name)
-        if isinstance(layer, KbitProjection):
+    for name, stored in (packed | quantizer.ignored.packed).items():
+        site = site_of(model, name) or alike.to(name)[0]
+        decoding = quantizer.further.get(name) or site.layer.decoding
+        if site.kind is KbitProjection:
             parent, _, own = stored.rpartition(".")
             if exl3 is not None:
                 parent = EXPERT.match(next(iter(exl3.stacks[name].values())))[1]
-            experts.setdefault(parent, (parent, {}, members))[1][own] = layer.decoding
-        elif isinstance(layer, KbitEmbedding):
-            tables[stored] = layer.decoding, name in ties.values()
+            experts.setdefault(parent, (parent, {}, members))[1][own] = decoding
+        elif site.is_table:
+            tables[stored] = decoding, name in ties.values()
         else:
-            layers[stored] = layer.decoding
+            layers[stored] = decoding
     for name, (_, projections, _) in experts.items():  # in the order in which they run
         experts[name] = name, dict(sorted(projections.items(), key=lambda item: item[0] == DOWN_PROJECTION)), members
     output = model.get_output_embeddings()
     heads = [stored for name, stored in packed.items() if model.get_submodule(name) is output and name not in ties]
-    return Contents(layers, tables, experts, biases, heads[0] if heads else "")
+    further = next(iter(quantizer.ignored.packed.values()), "")
+    return Contents(layers, tables, experts, biases, heads[0] if heads else "", further)

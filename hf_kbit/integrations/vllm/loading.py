@@ -4,7 +4,7 @@ vLLM has a loader for each way to read files. All of them make the model by one 
 ``model.load_weights``, so what is ours hangs on these two.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import wraps
 
 import torch
@@ -16,6 +16,7 @@ from hf_kbit.integrations.vllm.embedding import make_room
 from hf_kbit.integrations.vllm.fused_moe import KbitExpertsMethod
 from hf_kbit.integrations.vllm.linear import KbitLinearMethod
 
+METHODS = KbitLinearMethod, KbitExpertsMethod
 AGAIN = "found weights to load into a model that has its packed ones, expected one load: start vLLM again instead"
 
 
@@ -23,7 +24,7 @@ def wrap_initialize_model(original: Callable) -> Callable:
     @wraps(original)
     def initialize_model(vllm_config, *, prefix="", model_config=None, **settings):
         config = vllm_config.quant_config
-        # A head for speculative decoding is made under the configuration of the model that it drafts for.
+        # What drafts is made under the configuration of the model that it drafts for.
         own = model_config is None or model_config is vllm_config.model_config
         ours = own and isinstance(config, KbitVllmConfig)
         if ours:
@@ -33,14 +34,22 @@ def wrap_initialize_model(original: Callable) -> Callable:
         if ours:
             make_room(model, config)
             load_once(model, config.biases)
+        elif isinstance(config, KbitVllmConfig) and model_config.model == vllm_config.model_config.model:
+            if config.further and not _has_packed(model):
+                raise ValueError(
+                    f"{config.further}: found it packed, expected it in 16 bits, for {type(model).__name__} of vLLM "
+                    "has no layer of that name: name it in modules_to_not_convert"
+                )
+            one_stage = vllm_config.parallel_config.pipeline_parallel_size == 1  # else vLLM gives the head alone
+            load_once(model, config.biases, config.shared if one_stage else ())
         return model
 
     return initialize_model
 
 
-def load_once(model: nn.Module, biases: Mapping[str, int]) -> None:
-    """Has ``model.load_weights`` take packed experts out of what it is given, and the padding off ``biases``, and
-    refuse to be called again."""
+def load_once(model: nn.Module, biases: Mapping[str, int], left: Collection[str] = ()) -> None:
+    """Has ``model.load_weights`` take packed experts out of what it is given, and the padding off ``biases``, leave
+    out the tensors of layers that another model gives it, and refuse to be called again."""
     load, loaded = model.load_weights, False
 
     def load_weights(weights):
@@ -48,7 +57,8 @@ def load_once(model: nn.Module, biases: Mapping[str, int]) -> None:
         if loaded:
             raise ValueError(f"{type(model).__name__}: {AGAIN}")
         loaded = True
-        others = _without_experts(model, weights)
+        needed = ((name, tensor) for name, tensor in weights if name.rpartition(".")[0] not in left)
+        others = _without_experts(model, needed)
         return load((name, tensor[: biases[name]] if name in biases else tensor) for name, tensor in others)
 
     model.load_weights = load_weights
@@ -68,11 +78,14 @@ def _without_experts(model: nn.Module, weights) -> Iterator[tuple[str, torch.Ten
             experts[prefix].quant_method.load(experts[prefix], name.removeprefix(prefix), tensor)
 
 
+def _has_packed(model: nn.Module) -> bool:
+    return any(isinstance(getattr(module, "quant_method", None), METHODS) for module in model.modules())
+
+
 def wrap_initialize_layerwise_reload(original: Callable) -> Callable:
     @wraps(original)
     def initialize_layerwise_reload(model):
-        methods = KbitLinearMethod, KbitExpertsMethod
-        if any(isinstance(getattr(module, "quant_method", None), methods) for module in model.modules()):
+        if _has_packed(model):
             raise ValueError(f"{type(model).__name__}: {AGAIN}")  # before anything of it has changed
         return original(model)
 

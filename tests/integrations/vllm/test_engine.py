@@ -4,19 +4,22 @@ import importlib
 import os
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import serving
 import torch
 from byte_tokenizer import byte_tokenizer
 from safetensors.torch import load_file, save_file
+from torch.nn.functional import normalize
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoePreTrainedModel
 from vllm import SamplingParams
 from vllm.sampling_params import StructuredOutputsParams
 
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.vllm.config import KbitVllmConfig
-from hf_kbit.integrations.vllm.loading import wrap_sleep
+from hf_kbit.integrations.vllm.loading import wrap_initialize_model, wrap_sleep
 
 ALONE = {"distributed_executor_backend": "uni"}
 LONG = [[3 + 7 * number % 240 for number in range(90)], [5 + 11 * number % 240 for number in range(70)]]
@@ -64,33 +67,82 @@ def test_a_quantized_draft(folder, dtype):
     assert 0 < 0.8 * drafted <= accepted
 
 
-@pytest.mark.parametrize("dtype", serving.DTYPES)
-def test_layers_that_predict_further_tokens(dtype, tmp_path):
-    """Transformers does not read them, and they are saved with the quantized model. Here no layer adds anything, so
-    that the next token depends on the last one alone, and such a layer foretells what the model would say."""
-    layers = {"num_nextn_predict_layers": 1, "layer_types": 2 * ["full_attention"], "sliding_window": 64}
-    experts = {"mlp_layer_types": ["dense", "sparse"], "n_group": 1, "topk_group": 1, **serving.MIXTURE}
-    config = AutoConfig.for_model("exaone_moe", **serving.SIZES, **layers, **experts, head_dim=32)
+class Further(NamedTuple):
+    """A layer that a model has in its files alone: settings of the model, what the names of the layer begin with that
+    it is a copy of, and its own, what joins hidden states and embeddings before it, norms, settings of KbitConfig."""
+
+    settings: dict
+    source: str
+    before: str
+    joins: str
+    norms: list[str]
+    quantized: dict
+
+
+FURTHER = {
+    "exaone_moe": Further(
+        {"mlp_layer_types": ["dense", "sparse"], "layer_types": 2 * ["full_attention"], "sliding_window": 64},
+        *("model.layers.0.", "mtp.layers.0.", "mtp.fc"),
+        ["mtp.norm", "mtp.pre_fc_norm_hidden", "mtp.pre_fc_norm_embedding"],
+        {"bits": 4, "embedding_bits": 5, "module_bits": {"lm_head": 5, "mtp.layers.0.mlp.up_proj": 5}},
+    ),
+    "glm4_moe": Further(
+        {"n_routed_experts": 4, "first_k_dense_replace": 1},
+        *("model.layers.1.", "model.layers.2.", "model.layers.2.eh_proj"),
+        [f"model.layers.2.{norm}" for norm in ("enorm", "hnorm", "shared_head.norm")],
+        {"bits": 5, "module_bits": {"model.layers.2.mlp.experts.down_proj": 4}},
+    ),
+}
+
+
+def foretelling(model_type: str, folder: Path) -> None:
+    """Saves a model of which one layer alone adds something, and that from the last token alone, with a copy of that
+    layer that gets the embedding of a token: so it foretells what the model would say."""
+    settings, source, before, joins, norms, _ = FURTHER[model_type]
+    settings = settings | {"num_nextn_predict_layers": 1, "n_group": 1, "topk_group": 1, "head_dim": 32}
     torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **serving.SIZES, **serving.MIXTURE, **settings)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
+        table = model.get_input_embeddings().weight
+        table.copy_(config.hidden_size**0.5 * normalize(table))  # as the copy gets it, through a norm
         for name, parameter in model.named_parameters():
-            if "o_proj" in name or "down_proj" in name:
+            if "o_proj" in name or ("down_proj" in name and not name.startswith(source)):
                 parameter.zero_()
-    model.save_pretrained(tmp_path / "dense")
-    tensors, size = load_file(tmp_path / "dense/model.safetensors"), config.hidden_size
-    first = {name for name in tensors if ".layers.0." in name}
-    further = {name.replace("model.", "mtp."): tensors[name].clone() for name in first}
-    further["mtp.fc.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
-    norms = "norm", "pre_fc_norm_hidden", "pre_fc_norm_embedding"
-    further |= {f"mtp.{norm}.weight": torch.ones(size) for norm in norms}
-    save_file(tensors | further, tmp_path / "dense/model.safetensors", {"format": "pt"})
-    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=KbitConfig(bits=4))
+    model.save_pretrained(folder)
+    tensors, size = load_file(folder / "model.safetensors"), config.hidden_size
+    further = {name.replace(source, before): x.clone() for name, x in tensors.items() if name.startswith(source)}
+    further[f"{joins}.weight"] = torch.cat([torch.eye(size), torch.zeros(size, size)], 1)
+    further |= {f"{norm}.weight": torch.ones(size) for norm in norms}
+    save_file(tensors | further, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", serving.DTYPES)
+@pytest.mark.parametrize("model_type", FURTHER)
+def test_layers_that_predict_further_tokens(model_type, dtype, tmp_path, monkeypatch):
+    """Transformers does not read them, and they are packed with the quantized model, experts too."""
+    monkeypatch.setattr(Glm4MoePreTrainedModel, "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2\."])
+    foretelling(model_type, tmp_path / "dense")
+    further = FURTHER[model_type]
+    config = KbitConfig(**further.quantized)
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config)
     quantized.save_pretrained(tmp_path / "packed")
+    names = load_file(tmp_path / "packed/model.safetensors").keys()
+    packed = {name.replace(further.source, further.before) for name in names if name.startswith(further.source)}
+    assert packed <= names and any("absmax" in name for name in packed)
     speculative = {"method": "mtp", "num_speculative_tokens": 1}
     found, drafted, accepted = drafts(tmp_path / "packed", speculative)
     serving.assert_same(found, serving.load(tmp_path / "packed", dtype))
     assert 0 < 0.8 * drafted <= accepted
+
+
+def test_further_layers_that_vllm_calls_otherwise():
+    config, place = KbitVllmConfig.__new__(KbitVllmConfig), SimpleNamespace(model="folder")
+    config.further = "mtp.layers.0.mlp.up_proj"
+    initialize = wrap_initialize_model(lambda **settings: torch.nn.Linear(1, 1))
+    settings = SimpleNamespace(quant_config=config, model_config=place)
+    with pytest.raises(ValueError, match=r"mtp\.layers\.0\.mlp\.up_proj: found it packed"):
+        initialize(settings, model_config=SimpleNamespace(model="folder"))
 
 
 @pytest.mark.parametrize("dtype", serving.DTYPES)
