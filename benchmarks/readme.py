@@ -20,12 +20,12 @@ MARKS = "<!-- table -->\n", "<!-- end of table -->\n"
 ROWS = (
     ("16 bits", "fp16", 16, "as trained", "bf16"),
     ("bitsandbytes NF4", "bitsandbytes", 4, "NF4, block 64", "bitsandbytes"),
-    ("HQQ, 4 bits, groups of 64", "hqq", 4, "group 64", None),
     ("EXL3, 4 bits", "exllamav3", 4, "EXL3", None),
     ("**hf_kbit, 4 bits**", "hf_kbit", 4, "optimal, search", "hf_kbit"),
     ('**hf_kbit, 4 bits, "weighted"**', "hf_kbit", 4, "optimal, weighted, built-in text", "hf_kbit"),
     ("EXL3, 3 bits", "exllamav3", 3, "EXL3", None),
     ("**hf_kbit, 3 bits, calibrated**", "hf_kbit", 3, "optimal, feedback, own text", "hf_kbit"),
+    ("**the same, a trellis**", "hf_kbit", 3, "trellis, feedback, own text", None),
 )
 
 
