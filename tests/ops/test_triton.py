@@ -152,7 +152,8 @@ with torch.no_grad():
 
 
 def test_ops_of_a_device_without_library(fresh):
-    (warned,) = fresh.run(ON_A_DEVICE_WITHOUT_LIBRARY).splitlines()
+    lines = fresh.run(ON_A_DEVICE_WITHOUT_LIBRARY).splitlines()
+    (warned,) = [line for line in lines if line.startswith("hf_kbit")]  # beside what torch says of this Python
     assert "hf_kbit: the ops run in Triton's kernels and plain PyTorch on cpu, correct but slower: " in warned
     assert " does not load (not here); " in warned
 
