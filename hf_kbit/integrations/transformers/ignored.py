@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
-from hf_kbit.files.checkpoint import TensorHeader, model_files, read_headers, read_some
+from hf_kbit.files.checkpoint import WEIGHT_SUFFIX, TensorHeader, model_files, read_headers, read_some
 from hf_kbit.format.kinds import NAMES
 from hf_kbit.integrations.transformers.names import Names
 from hf_kbit.integrations.transformers.report import logger
@@ -42,10 +42,12 @@ def find(model, names: Names, tensors: Mapping[str, TensorHeader], packed: Mappi
     found, dtypes, layers = {}, set(), {}
     parts = {f"{own}.{part}": (name, part) for name, own in (packed or {}).items() for part in NAMES}
     for stored_name, tensor in tensors.items():
+        name, part = parts.get(stored_name, ("", ""))
+        if name in names or f"{name}{WEIGHT_SUFFIX}" in names:  # a layer of the model
+            continue
         targets, converted = names.targets(stored_name)
         unknown = not any(target in names for target in targets) and any(map(is_ignored, (stored_name, *targets)))
-        if unknown and stored_name in parts:
-            name, part = parts[stored_name]
+        if unknown and name:
             layers[name] = packed[name]
             found[f"{name}.{part}"] = stored_name, tensor
         elif unknown and "F" in tensor.dtype:

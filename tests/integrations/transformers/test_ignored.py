@@ -42,6 +42,7 @@ KINDS = {  # the layer that the class leaves out, and the shape
         },
     ),
 }
+DEBERTA = {**{name: SHAPE[name] for name in list(SHAPE)[:5]}, "max_position_embeddings": 32}
 LAST, MARK = "model.layers.1.", ".weight_absmax"
 IDS = torch.randint(1, 60, (4, 16), generator=torch.Generator().manual_seed(0))
 
@@ -256,3 +257,19 @@ def test_the_command_says_what_is_kept(original, tmp_path):
     first = f"such as {min(original.further)}: {packed} layers of them packed, the rest as they are"
     assert f"\nkept          {len(original.further)} tensors that " in printed and first in printed
     assert_saved(tmp_path / "out", original.before, expected)
+
+
+@pytest.mark.parametrize("settings", [{"bits": 3}, {"bits": 3, "codebook": "trellis"}])
+def test_layers_of_the_model_with_an_ignored_name(settings, tmp_path, monkeypatch):
+    """They are the model's, packed tables among them, and are saved once, though the class would ignore the name."""
+    model = AutoModel.from_config(AutoConfig.for_model("deberta", **DEBERTA))
+    monkeypatch.setattr(type(model), ignored.PATTERNS, ["word_embeddings", "output"])
+    model.save_pretrained(tmp_path / "dense")
+    config = KbitConfig(embedding_bits=4, **settings)
+    AutoModel.from_pretrained(tmp_path / "dense", quantization_config=config).save_pretrained(tmp_path / "first")
+    again = AutoModel.from_pretrained(tmp_path / "first")
+    assert not again.hf_quantizer.ignored.places and not again.hf_quantizer.further
+    again.save_pretrained(tmp_path / "second")
+    first, second = saved(tmp_path / "first"), saved(tmp_path / "second")
+    assert any(name.startswith("embeddings.word_embeddings.") and name.endswith(MARK) for name in first)
+    assert first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
