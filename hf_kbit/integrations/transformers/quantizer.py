@@ -215,6 +215,7 @@ class KbitHfQuantizer(HfQuantizer):
                     f"{files[0]}: found no packed tensor, expected those that quantization_config in config.json is "
                     "of; to load a 16-bit checkpoint, take quantization_config out of config.json"
                 )
+        if files is not None:
             self.ignored = ignored.find(model, names, tensors, packed)
             self.further = further.read_decodings(model, self.ignored, tensors, config.stored)
             packed = {name: own for name, own in packed.items() if name not in self.further}

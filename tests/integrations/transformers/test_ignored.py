@@ -10,21 +10,23 @@ from pathlib import Path
 import pytest
 import torch
 from command import succeed
+from exl3 import save_random
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 import hf_kbit
 from hf_kbit import KbitConfig
 from hf_kbit.integrations.transformers import further, ignored
 
-SHAPE = {
+DENSE = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 64,
     "num_attention_heads": 4,
     "num_hidden_layers": 2,
 }
-SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHAPE = DENSE | {"num_key_value_heads": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 KINDS = {  # the layer that the class leaves out, and the shape
     "qwen3_next": (
         "mtp.layers.0.",
@@ -42,7 +44,6 @@ KINDS = {  # the layer that the class leaves out, and the shape
         },
     ),
 }
-DEBERTA = {**{name: SHAPE[name] for name in list(SHAPE)[:5]}, "max_position_embeddings": 32}
 LAST, MARK = "model.layers.1.", ".weight_absmax"
 IDS = torch.randint(1, 60, (4, 16), generator=torch.Generator().manual_seed(0))
 
@@ -262,7 +263,7 @@ def test_the_command_says_what_is_kept(original, tmp_path):
 @pytest.mark.parametrize("settings", [{"bits": 3}, {"bits": 3, "codebook": "trellis"}])
 def test_layers_of_the_model_with_an_ignored_name(settings, tmp_path, monkeypatch):
     """They are the model's, packed tables among them, and are saved once, though the class would ignore the name."""
-    model = AutoModel.from_config(AutoConfig.for_model("deberta", **DEBERTA))
+    model = AutoModel.from_config(AutoConfig.for_model("deberta", **DENSE, max_position_embeddings=32))
     monkeypatch.setattr(type(model), ignored.PATTERNS, ["word_embeddings", "output"])
     model.save_pretrained(tmp_path / "dense")
     config = KbitConfig(embedding_bits=4, **settings)
@@ -273,3 +274,14 @@ def test_layers_of_the_model_with_an_ignored_name(settings, tmp_path, monkeypatc
     first, second = saved(tmp_path / "first"), saved(tmp_path / "second")
     assert any(name.startswith("embeddings.word_embeddings.") and name.endswith(MARK) for name in first)
     assert first.keys() == second.keys() and all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_a_folder_of_exllamav3_keeps_them(tmp_path, monkeypatch):
+    config = AutoConfig.for_model("llama", **DENSE | {"vocab_size": 128, "hidden_size": 128, "intermediate_size": 128})
+    monkeypatch.setattr(LlamaPreTrainedModel, ignored.PATTERNS, [r"^mtp\."])
+    save_random(config, tmp_path / "exl3")
+    (file,) = (tmp_path / "exl3").glob("*.safetensors")
+    further = {"mtp.fc.weight": torch.randn(8, 16)}
+    save_file(load_file(file) | further, file, {"format": "pt"})
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exl3").save_pretrained(tmp_path / "out")
+    assert_saved(tmp_path / "out", "mtp.", further)
