@@ -17,7 +17,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.integrations.transformers import further, ignored
+from hf_kbit.integrations.transformers import ignored
 
 DENSE = {
     "vocab_size": 64,
@@ -71,6 +71,14 @@ class Original:
         """Those that stay as they are: norms, routers, and one such as no layer of the model has."""
         kept = "eh_proj.weight", "gate.weight"
         return {name: x for name, x in self.further.items() if x.dim() < 2 or name.endswith(kept)}
+
+
+@pytest.fixture
+def said(monkeypatch) -> list[tuple]:
+    """What is warned of: a text, and what stands in it."""
+    warned = []
+    monkeypatch.setattr(ignored.logger, "warning", lambda *args: warned.append(args))
+    return warned
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -180,15 +188,17 @@ def test_a_folder_that_has_it_in_16_bits_stays_so(original, tmp_path):
     assert_saved(tmp_path / "again", original.before, original.further)
 
 
-def test_what_cannot_be_packed_is_saved_as_it_is(original, tmp_path, monkeypatch):
-    copy, said = shutil.copytree(original.folder, tmp_path / "copy"), []
+def test_what_cannot_be_packed_is_saved_as_it_is(original, tmp_path, said):
+    copy = shutil.copytree(original.folder, tmp_path / "copy")
     tensors, name = saved(copy), f"{original.before}self_attn.o_proj.weight"
     tensors[name][3, 4] = torch.nan
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
     model = on_loading(copy)
-    monkeypatch.setattr(further.logger, "warning", lambda *args: said.append(args[0] % args[1:]))
     model.save_pretrained(tmp_path / "out")
-    assert said == [f"hf_kbit: saved in 16 bits: {name}: found NaN or infinite values, expected finite ones"]
+    ((text, *what),) = said
+    assert (
+        text % tuple(what) == f"hf_kbit: saved in 16 bits: {name}: found NaN or infinite values, expected finite ones"
+    )
     assert torch.equal(saved(tmp_path / "out")[name].isnan(), tensors[name].isnan())
 
 
@@ -204,24 +214,20 @@ def test_damaged_ones_are_refused(damage, original, tmp_path):
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
-def test_files_that_are_gone_are_named(original, tmp_path, monkeypatch):
+def test_files_that_are_gone_are_named(original, tmp_path, said):
     copy = shutil.copytree(original.folder, tmp_path / "copy")
     model = on_loading(copy)
     shutil.rmtree(copy)
-    said = []
-    monkeypatch.setattr(ignored.logger, "warning", lambda *args: said.append(args))
     model.save_pretrained(tmp_path / "out")
     assert_saved(tmp_path / "out", original.before, {})
     assert said[0][1] == len(original.further) and str(copy) in said[0][2]
 
 
-def test_files_that_were_written_over_are_named(original, tmp_path, monkeypatch):
+def test_files_that_were_written_over_are_named(original, tmp_path, said):
     """There is what is packed now, under the same names or, where it was experts one by one, under others."""
     copy = shutil.copytree(original.folder, tmp_path / "copy")
     model = on_loading(copy)
     model.save_pretrained(copy)
-    said = []
-    monkeypatch.setattr(ignored.logger, "warning", lambda *args: said.append(args))
     model.save_pretrained(tmp_path / "out")
     assert_saved(tmp_path / "out", original.before, original.others())
     lost = original.further.keys() - original.others().keys()
@@ -237,15 +243,13 @@ def test_a_part_of_a_model_goes_without(original, tmp_path):
     assert not any("mtp" in name or "layers.61" in name for name in saved(tmp_path / "part"))
 
 
-def test_what_has_scales_is_left_out_and_named(original, tmp_path, monkeypatch):
+def test_what_has_scales_is_left_out_and_named(original, tmp_path, said):
     """In 16 bits it would be other numbers."""
     copy = shutil.copytree(original.folder, tmp_path / "copy")
     tensors = saved(copy)
     first = min(name for name in original.further if "proj" in name)
     tensors[first] = tensors[first].to(torch.float8_e4m3fn)
     save_file(tensors, copy / "model.safetensors", {"format": "pt"})
-    said = []
-    monkeypatch.setattr(ignored.logger, "warning", lambda *args: said.append(args))
     on_loading(copy).save_pretrained(tmp_path / "out")
     assert_saved(tmp_path / "out", original.before, {})
     assert said[0][1:] == (len(original.further), "F8_E4M3", min(original.further))

@@ -214,10 +214,9 @@ def test_answers_of_a_form(dtype, tmp_path):
             word = answer.outputs[0].text
             assert word in words
             for n, byte in enumerate(word.encode()):
+                ids = torch.tensor([[*prompt, *word[:n].encode()]], device=reference.device)
                 with torch.no_grad():
-                    scores = reference(torch.tensor([[*prompt, *word[:n].encode()]], device=reference.device)).logits[
-                        0, -1
-                    ]
+                    scores = reference(ids).logits[0, -1]
                 allowed = {ord(other[n]) for other in words if other[:n] == word[:n] and len(other) > n}
                 assert scores[byte] >= max(scores[other] for other in allowed) - serving.TOLERANCES[dtype]
 
