@@ -48,28 +48,28 @@ def test_try_wheel_finds_pythons_of_pyenv_and_names_what_did_not_pass(tmp_path):
     (tmp_path / "dist" / "hf_kbit-0-py3-none-manylinux_2_34_x86_64.whl").touch()
     programs, versions = tmp_path / "programs", tmp_path / "pyenv" / "versions"
     executable(programs / "python3.10", "exit 0")
-    for minor in ("3.12", "3.13", "3.14"):
+    for minor in ("3.12", "3.13", "3.99"):
         executable(programs / f"python{minor}", "exit 127")
     executable(versions / "3.12.1" / "bin" / "python", "exit 0")
     executable(versions / "3.13.0" / "bin" / "python", "exit 0")
-    # It makes environments whose Python, 3.13's excepted, passes whatever it is given; it has no Python 3.14.
+    # It makes environments whose Python, 3.13's excepted, passes whatever it is given; it has no Python 3.99.
     executable(
         programs / "uv",
         f"""echo "$@" >> {tmp_path / "calls"}
         case "$*" in
-        *"--python 3.14"*) exit 2;;
+        *"--python 3.99"*) exit 2;;
         *venv*3.13*) mkdir -p environment/bin; ln -sf {shutil.which("false")} environment/bin/python;;
         *venv*) mkdir -p environment/bin; ln -sf {shutil.which("true")} environment/bin/python;;
         esac""",
     )
     environment = {"PATH": f"{programs}:/usr/bin:/bin", "PYENV_ROOT": str(tmp_path / "pyenv")}
-    pairs = ["3.14:4", "3.13:3", "3.10:1", "3.12:2"]
+    pairs = ["3.99:4", "3.13:3", "3.10:1", "3.12:2"]
     run = subprocess.run([tmp_path / ".ci" / "try-wheel", *pairs], env=environment, capture_output=True, text=True)
     assert run.returncode == 1
-    assert run.stderr.splitlines()[-1] == "did not pass, for the reasons above: 3.14:4 3.13:3"
+    assert run.stderr.splitlines()[-1] == "did not pass, for the reasons above: 3.99:4 3.13:3"
     used = [re.search(r"--python (\S+)", call)[1] for call in (tmp_path / "calls").read_text().splitlines()]
     assert [python for python in used if python != "environment"] == [
-        "3.14",
+        "3.99",
         str(versions / "3.13.0" / "bin" / "python"),
         str(programs / "python3.10"),
         str(versions / "3.12.1" / "bin" / "python"),
