@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+from transformers.utils.logging import tqdm
 
 from hf_kbit.calibration.data import (
     check_ids,
@@ -89,7 +89,7 @@ def evaluate(
         tokenizer: for all but token ids. Default: that of the model's folder or name, or of the reference's.
         window: 2 or more, at most the positions that the models have.
         stride: 1 to ``window``; None is ``window``.
-        progress: shows a bar on stderr.
+        progress: shows a bar on stderr, unless Transformers' bars are disabled.
 
     Raises:
         TypeError: ``data`` is of another type.

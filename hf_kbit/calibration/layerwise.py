@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
+from transformers.utils.logging import tqdm
 
 from hf_kbit.calibration import moments, routed, sensitivity, stream, tuning
 from hf_kbit.calibration.check import check
@@ -66,7 +66,7 @@ def calibrate(
         device: where a layer is while it is calibrated: a GPU then has room for one of them, with its statistics, a
             few times over; and, if its memory is large enough, for the whole model, while it weighs tokens or writes a
             text. Default: where the model is; if that is a CPU, the GPU, where there is one.
-        progress: shows a bar on stderr.
+        progress: shows a bar on stderr, unless Transformers' bars are disabled.
         revision: branch, tag or commit of a model on the Hub.
         trust_remote_code: whether Python code that comes with the model may run.
         settings: how much of a text is read (``tokenizer``, ``sequences``, ``length``: ``calibration.data.Text``), how

@@ -12,9 +12,9 @@ from functools import partial
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.utils import logging
+from transformers.utils.logging import tqdm
 
 from hf_kbit.calibration import stream, tuning
 from hf_kbit.calibration.check import limit_of, rows_of, sample_of

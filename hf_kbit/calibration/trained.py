@@ -11,8 +11,8 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers.utils import logging
+from transformers.utils.logging import tqdm
 
 from hf_kbit.calibration.launches import NotRecorded, one_launch
 from hf_kbit.calibration.trained_levels import BLOCKS, Levels

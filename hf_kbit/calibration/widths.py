@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.pytorch_utils import Conv1D
+from transformers.utils.logging import tqdm
 
 from hf_kbit.calibration import stream
 from hf_kbit.calibration.check import check as check_layers
@@ -64,7 +64,7 @@ def choose_widths(
         window: tokens that the model sees at once, of a text or of the ids of one; gradients are squared for each
             window by itself. Sequences of ids are taken as they are.
         device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
-        progress: shows a bar on stderr.
+        progress: shows a bar on stderr, unless Transformers' bars are disabled.
         config: which layers, levels and scales; of ``module_bits`` only what stays in 16 bits is kept.
         arguments: of ``KbitConfig``, such as ``codebook="int"``, instead of ``config``.
 
@@ -139,7 +139,7 @@ def measure(
         dimensions = check_layers(model, units(model, names), pieces, device)
         check_gradients(model, names, pieces, device)
         for piece in pieces:
-            _add_costs(model, piece, config, device, generator, costs, dimensions, bar)
+            _add_costs(model, piece, config, device, generator, costs, dimensions, bar.update)
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
@@ -155,8 +155,8 @@ def _layers(model: nn.Module, config: KbitConfig) -> dict[str, Site]:
     return {name: packable.sites[name] for name in names}
 
 
-def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs, dimensions, bar: tqdm) -> None:
-    """Adds what the layers' widths cost on ``ids``, ``[sequences, length]``, to ``costs``."""
+def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs, dimensions, advance) -> None:
+    """Adds what the layers' widths cost on ``ids``, ``[sequences, length]``, to ``costs``; ``advance()`` for each."""
 
     def add(name: str, module: nn.Module, given: list, gradient: torch.Tensor) -> None:
         if isinstance(module, DenseProjection):
@@ -168,7 +168,7 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
         for width in costs[name]:
             error = _decoded(weight, width, config).sub_(weight).square_()  # in place: experts are large
             costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
-        bar.update()
+        advance()
 
     gradients(model, list(costs), ids, device, partial(draw, generator=generator), add)
 

@@ -1,11 +1,11 @@
 """Calibration data that needs no data: text that the model itself writes, as token ids."""
 
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 from transformers import (
     GenerationConfig,
     LogitsProcessor,
@@ -14,6 +14,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging
+from transformers.utils.logging import tqdm
 
 from hf_kbit.calibration import stream, tuning
 from hf_kbit.calibration.data import Text, amount, check_ids, positions, size_of, spread, text_of, tokenizer_of
@@ -160,15 +161,15 @@ def draw(probabilities: torch.Tensor, generator: torch.Generator) -> torch.Tenso
 class _Draw(LogitsProcessor):
     """Leaves one token of each row, drawn with its probability by a generator of our own."""
 
-    def __init__(self, device: torch.device, bar: tqdm):
+    def __init__(self, device: torch.device, drawn: Callable[[int], object]):
         self.generator = torch.Generator(device).manual_seed(SEED)
-        self.bar = bar
+        self.drawn = drawn
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         probabilities = scores.softmax(-1)
         if not probabilities.isfinite().all():
             raise FloatingPointError("logits: found NaN where the model writes a text, expected finite ones")
-        self.bar.update(len(scores))
+        self.drawn(len(scores))
         return torch.full_like(scores, -torch.inf).scatter_(1, draw(probabilities, self.generator), 0.0)
 
 
@@ -182,7 +183,7 @@ def _written(
     try:
         total = sum(len(starts) * (length - starts.shape[1]) for starts in groups)
         with tqdm(total=total, desc="writing", unit="token", disable=not progress) as bar:
-            how = {"logits_processor": LogitsProcessorList([_Draw(groups[0].device, bar)])}
+            how = {"logits_processor": LogitsProcessorList([_Draw(groups[0].device, bar.update)])}
             parts = [part for starts in groups if len(starts) for part in starts.split(together)]
             return torch.cat([model.generate(part, attention_mask=torch.ones_like(part), **how) for part in parts])
     finally:

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
+from transformers.utils.logging import tqdm
 
 from hf_kbit.format.decoding import Decoding
 from hf_kbit.nn.site import Site, empty, pack

@@ -10,7 +10,7 @@ import torch
 from byte_tokenizer import byte_tokenizer
 from calibration.test_resume import Counting, Killed
 from small import llama, same, tensors
-from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel
+from transformers import AutoModelForCausalLM, BertConfig, BertModel, PreTrainedModel, logging
 
 import hf_kbit
 from hf_kbit import KbitConfig
@@ -45,6 +45,18 @@ def load(folder, device_map="cpu", **config):
 def test_device_maps(folder, device_map):
     model = load(folder, device_map, calibrate="weighted")
     assert same(tensors(model), tensors(hf_kbit.calibrate(folder, bits=3, method="weighted", device=model.device)))
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_bars_are_shown_where_transformers_shows_its_own(enabled, folder, capfd):
+    try:
+        if not enabled:
+            logging.disable_progress_bar()
+        load(folder, calibrate="own")
+    finally:
+        logging.enable_progress_bar()
+    told = capfd.readouterr().err
+    assert [bar in told for bar in ("Loading weights:", "writing:", "weighing:", "calibrating:")] == [enabled] * 4
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import torch
 from architectures import BY_NAME
 from calibration.test_launches import recorded  # noqa: F401, a fixture
 from small import llama, same, tensors
+from tqdm import tqdm
 from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -409,7 +410,7 @@ def test_a_killed_run_goes_on(whole, times, choices, device, monkeypatch, tmp_pa
     wanted = tensors(calibrated(model=llama().to(device), tune_whole=whole, **choices))
     taken, last = itertools.count(), 20 if whole else 30
 
-    class Bar(trained.tqdm):
+    class Bar(tqdm):
         """Told of every step, also of those that are one launch on a GPU."""
 
         def update(self, n=1):
