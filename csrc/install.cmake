@@ -5,6 +5,8 @@
 set(advice_cpu "another C++ compiler, named in CXX, or another torch")
 set(advice_cuda "another CUDA toolkit, whose nvcc CUDACXX names, or another torch, or with HF_KBIT_CUDA_ARCHS=none")
 
+string(ASCII 1 first_control)
+string(ASCII 31 last_control)
 get_filename_component(package "$ENV{DESTDIR}${CMAKE_INSTALL_PREFIX}/hf_kbit" ABSOLUTE)
 file(READ "${build}/_build.json" record)
 foreach(half cpu cuda)
@@ -33,6 +35,9 @@ foreach(half cpu cuda)
     string(APPEND missing " ${advice_${half}}")
     message(WARNING "hf_kbit: no ${half} library: ${missing}")
     string(REGEX REPLACE "([\"\\\\])" "\\\\\\1" missing "${missing}")
+    # In JSON's strings there are no control characters, and CMake 4 refuses them.
+    string(REPLACE "\t" "\\t" missing "${missing}")
+    string(REGEX REPLACE "[${first_control}-${last_control}]" " " missing "${missing}")
     string(JSON record SET "${record}" ${half} missing "\"${missing}\"")
     string(JSON record SET "${record}" ${half} log "\"${log}\"")
 endforeach()

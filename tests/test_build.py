@@ -214,10 +214,10 @@ def test_library_that_does_not_compile(configure, install, tmp_path):
     (tmp_path / "torch/lib/libtorch_cpu.so").touch()  # which Ninja asks for first
     header = tmp_path / "torch/include/torch/csrc/stable/tensor.h"
     header.parent.mkdir(parents=True)
-    header.write_text('#error "a \\ planted\terror"; [')
+    header.write_text('#error "a \\ planted\terror"\x1b; [')
     configure(HF_KBIT_TORCH=folder)
     build, printed = install()
-    error = f'{header}:1:2: error: #error "a \\ planted\terror"; ['
+    error = f'{header}:1:2: error: #error "a \\ planted\terror" ; ['
     missing = (
         f"the cpu library did not compile when hf_kbit was installed ({error}); install hf_kbit again with another "
         "C++ compiler, named in CXX, or another torch"
@@ -225,7 +225,7 @@ def test_library_that_does_not_compile(configure, install, tmp_path):
     assert build["cpu"]["missing"] == missing and build["torch"] == "2.10"
     assert "hf_kbit: no cpu library: the cpu library did not compile" in " ".join(printed.split())
     log = tmp_path / "hf_kbit/_build_cpu.log"
-    assert log.read_text() in printed and 'error: #error "a \\ planted\terror"; [' in log.read_text()
+    assert log.read_text() in printed and 'error: #error "a \\ planted\terror"\x1b; [' in log.read_text()
 
     code = f"""
 import importlib.machinery as m, sys
