@@ -111,7 +111,7 @@ def calibrate(
     amount = text.sequences, text.length
     text, name = chosen_text(model, text, solving.needs_little, amount, **how, **source)
     plan = packable.plan(config, chosen)
-    Calibration(plan, solving, text.ids(model, **source), device, progress, name).run()
+    Calibration(plan, solving, text.ids(model, **source), device, progress, name, text.counts).run()
     return model
 
 
@@ -140,7 +140,7 @@ def choose(model: nn.Module, config: KbitConfig) -> tuple[selection.Packable, di
 
 class Calibration:
     """Quantizes a model of Transformers, as a plan has it, for what its layers are given, one of them after another,
-    when it reads ``sequences``, int64 ``[tokens]`` each."""
+    when it reads ``sequences``, int64 ``[tokens]`` each, of whose tokens some may count more (``counts``)."""
 
     def __init__(
         self,
@@ -150,6 +150,7 @@ class Calibration:
         device: torch.device | str | None = None,
         progress: bool = False,
         source: str = "the data",
+        counts: list[float] | None = None,
     ):
         self.plan, self.model, self.solving, self.progress = plan, plan.model, solving, progress
         self.device, self.text, self.source = stream.resolve(device, self.model), sequences, source
@@ -158,10 +159,14 @@ class Calibration:
         if self.steps and len(sequences) < 2:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
         size = solving.batch
+        counts = counts and [torch.full(row.shape, count) for row, count in zip(sequences, counts, strict=True)]
         if self.steps:
-            sequences = sequences[:: max(len(sequences) // SEQUENCES, 1)][:SEQUENCES]
+            few = slice(None, None, max(len(sequences) // SEQUENCES, 1))
+            sequences, counts = sequences[few][:SEQUENCES], counts and counts[few][:SEQUENCES]
             size = min(size, tuning.most_together(sequences, self.device), len(sequences) // 2)
         self.batches = batches_of(sequences, size)
+        # Of each token of the batches, 1 on average; none where all count alike.
+        self.counts = [each / torch.cat(counts).mean() for each in batches_of(counts, size)] if counts else []
         leave_lost(plan, self.device)
         names = [name for name in plan.decodings if name not in plan.outcome.lost]
         self.tables = [name for name in names if any(plan.sites[each].is_table for each in plan.group(name))]
@@ -271,6 +276,7 @@ class Calibration:
         )
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         run += (sensitivity.BLEND,) if self.token_weights else ()
+        run += tuple(each[:, 0].tolist() for each in self.counts)
         return digest([*(("ids", row) for row in self.text), *self.model.state_dict().items()], *run)
 
     def _visit(self, unit: str, run: Callable[..., Any]) -> Iterator[Any]:
@@ -396,4 +402,7 @@ class Calibration:
     def _weights(self, names: list[str]) -> list[torch.Tensor]:
         """Of the tokens of each batch, the mean over these layers; none if they count alike."""
         found = [self.token_weights[name] for name in names if name in self.token_weights]
-        return [sum(of_batch) / len(found) for of_batch in zip(*found, strict=True)]
+        means = [sum(of_batch) / len(found) for of_batch in zip(*found, strict=True)]
+        if not (means and self.counts):
+            return means or self.counts
+        return [x * y for x, y in zip(means, self.counts, strict=True)]

@@ -133,7 +133,8 @@ def quantize_model(
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
     measured = bool(mean % 1 and fitting.measure)
     if calibrate or measured:
-        ids, name = _read(model, text, solving, calibrate, measured, device)
+        text, name = _read(model, text, solving, calibrate, measured, device)
+        ids = text.ids(model)
         source = f"{name}, on {stream.resolve(None, model) if device is None else device}"
     if mean % 1:
         if measured:
@@ -147,7 +148,7 @@ def quantize_model(
     plan = packable.plan(config, chosen)
     if calibrate:
         report("calibrating", f"{solving.method}, {size_of(ids)} of {source}")
-        Calibration(plan, solving, ids, device, True, name).run()
+        Calibration(plan, solving, ids, device, True, name, text.counts).run()
         if plan.outcome.tuned:
             report("tuned", plan.outcome.tuned)
     else:
@@ -222,13 +223,12 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
 
 def _read(
     model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
-) -> tuple[list[torch.Tensor], str]:
-    """Token ids, and what reports call them. ``measured``: whether widths are chosen on them too, which takes more."""
+) -> tuple[Text, str]:
+    """What is read, and what reports call it. ``measured``: whether widths are chosen on it too, which takes more."""
     amount = (text.sequences, text.length) if calibrate else MEASURED
     little = calibrate and solving.needs_little and not measured
     how = {"tune": calibrate and solving.tune, "device": device, "progress": True}
-    text, name = chosen_text(model, text, little, amount, **how)
-    return text.ids(model), name
+    return chosen_text(model, text, little, amount, **how)
 
 
 def _measured(

@@ -27,6 +27,7 @@ SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
 OWN = "text that the model wrote"
+SHARE = 1 / 3  # at least, that a text has of the moments, where it is filled up
 OPENING = 40  # tokens of a sequence that are not written, but the first of a text of the built-in set
 TOGETHER = 1024  # sequences that are written at once, if the device is large enough for what the model keeps of them
 WRITER_BITS = 4  # of a model that is larger than the memory
@@ -120,7 +121,7 @@ def chosen(
 ) -> tuple[Text, str]:
     """What is read, and what reports call it: the data, or, without any, so much that the model writes, or if a little
     does, that of the built-in set. A text of which no amount is asked for is filled up, where it is short, with what
-    the model writes."""
+    the model writes; then its tokens count the more, so that it has its ``SHARE``."""
     how = {"tokenizer": text.tokenizer, "device": device, "progress": progress, **source}
     if text.data is None:
         if little:
@@ -132,13 +133,17 @@ def chosen(
     rows, (sequences, length) = text.ids(model, **source), _usual(model, asked, stream.resolve(device, model))
     missing = sequences - -(-sum(map(len, rows)) // length)
     name, own = text.name, write(model, missing, length, **how) if missing > 0 else None
+    counts = None
     if own is not None:
         name = f"{name} ({size_of(rows)}) and {OWN} ({size_of(own)})"
+        count = max(SHARE / (1 - SHARE) * own.numel() / sum(map(len, rows)), 1.0)
+        counts = [count] * len(rows) + [1.0] * len(own)
         rows += own
         # Any share is to have some of both: what is held out to tune are the last ones.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
-        rows = [rows[place] for place in order]
-    return replace(text, data={"input_ids": rows, "attention_mask": list(map(torch.ones_like, rows))}), name
+        rows, counts = [rows[place] for place in order], [counts[place] for place in order]
+    data = {"input_ids": rows, "attention_mask": list(map(torch.ones_like, rows)), "counts": counts}
+    return replace(text, data=data), name
 
 
 def _usual(

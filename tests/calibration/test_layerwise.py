@@ -28,7 +28,7 @@ from transformers import (
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.calibration import writing
+from hf_kbit.calibration import layerwise, sensitivity, writing
 from hf_kbit.calibration.data import PROMPTS
 from hf_kbit.calibration.loading import class_to_load, load
 from hf_kbit.calibration.solving import METHODS
@@ -77,6 +77,30 @@ def test_same_bytes_each_time(method, device):
     models = [llama().to(device), llama().to(device)]  # both before, for a seed goes with each
     first, second = (hf_kbit.calibrate(model, IDS, method=method, bits=2) for model in models)
     assert same(tensors(first), tensors(second))
+
+
+def counted(places, counts=None, **how):
+    """A model for which sequences count so much."""
+    rows = [IDS[place] for place in places]
+    data = {"input_ids": rows, "attention_mask": [torch.ones_like(row) for row in rows], "counts": counts}
+    return hf_kbit.calibrate(llama(), data, bits=3, device="cpu", **how)
+
+
+def test_a_sequence_that_counts_twice_is_as_one_that_is_read_twice(monkeypatch):
+    """But for rounding. Gradients are left out, since those of a second reading draw other tokens."""
+    monkeypatch.setattr(sensitivity, "BLEND", 0)
+    twice, once, alike = (
+        counted(*how).model.layers[0].self_attn.q_proj.weight.dequantize()
+        for how in (((0, 0, 1, 2),), ((0, 1, 2), [2.0, 1.0, 1.0]), ((0, 1, 2),))
+    )
+    assert (twice == once).double().mean() > 0.99 > (alike == once).double().mean()
+
+
+def test_sequences_that_are_left_out_to_tune_take_what_they_count_with_them(monkeypatch):
+    monkeypatch.setattr(layerwise, "SEQUENCES", 3)
+    how = {"tune": 5, "tune_whole": False}
+    some, all_of_them = counted((0, 2, 4), **how), counted(range(6), [1.0, 5.0, 1.0, 5.0, 1.0, 5.0], **how)
+    assert same(tensors(some), tensors(all_of_them))
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert-masked", "t5", "qwen3_moe"])

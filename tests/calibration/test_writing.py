@@ -152,25 +152,30 @@ def test_on_a_cpu_it_is_written_in_float32():
 
 
 def test_a_short_text_is_filled_up():
-    """To as many tokens as are written without one; not if an amount is asked for, or token ids are given. Texts of
-    both kinds are in any share."""
+    """To as many tokens as are written without one, a third of all by what they count; not if an amount is asked for,
+    or token ids are given. Texts of both kinds are in any share."""
     model, tokenizer, text = llama(), byte_tokenizer(), "to be filled up" * 20
     sequences, length = writing.AMOUNTS["cpu"]
+    counted = []
 
     def read(data, amount=(None, None), little=False, of=model):
         found, name = writing.chosen(of, Text(data, tokenizer, *amount), little, amount)
+        counted.append(found.counts)
         return [tuple(row) for row in map(torch.Tensor.tolist, found.ids(of))], name
 
     rows, name = read(text)
     own = [tuple(row) for row in write(model, sequences - 2, length, tokenizer=tokenizer).tolist()]
     assert name == f"the data (1 x 300 tokens) and text that the model wrote ({sequences - 2} x {length} tokens)"
     assert sorted(rows) == sorted([*own, tuple(text.encode())])
+    assert counted[-1][rows.index(tuple(text.encode()))] * 300 == pytest.approx((sequences - 2) * length / 2)
+    assert sorted(counted[-1])[:-1] == [1.0] * len(own)
     many, _ = read(text, (None, 32))  # 10 of 30 tokens, then 54 of 32
     assert [len(row) for row in many].count(30) == 10 and len(many) == sequences
     assert all(1 <= sum(len(row) == 30 for row in part) <= 9 for part in (many[:32], many[32:]))
+    assert set(read(text * 44) and counted[-1]) == {1.0}  # 13,200 tokens are more than a third
     whole = text * 55  # 16,500 tokens
     ids, name = torch.randint(256, (2, 9)), "the data"
-    assert read(whole) == (read(whole, (128, None))[0], name)
+    assert read(whole) == (read(whole, (128, None))[0], name) and counted[-1] is None
     assert read(text, (3, None)) == read(text, little=True) == ([tuple(text.encode())], name)
     assert read(ids) == ([tuple(row) for row in ids.tolist()], name)
     encoder = BY_NAME["bert-masked"].build()
