@@ -384,7 +384,7 @@ class Calibration:
             if isinstance(like, routed.DenseProjection):
                 (name,) = group.names
                 around = self.model.get_submodule(name.rpartition(".")[0])
-                shares = routed.shares(like, around, group.once, runs, self.solver.DIAGONAL)
+                shares = routed.shares(like, around, group.once, runs, self.solver.DIAGONAL, self.counts)
                 few, why = round_projection(name, new[name], like, shares, self.solver)
                 self.without_data += few
                 self._tell(name, why)

@@ -15,6 +15,7 @@ from hf_kbit.calibration.moments import Moments, given
 from hf_kbit.nn.classes import change
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, arguments
 from hf_kbit.nn.site import Site, put_projection
+from hf_kbit.ops import route_experts
 from hf_kbit.ops.grouped import dense_product
 
 # Numbers of float32, 4 GiB: in one run of the data the moments of so many experts are added up as take this. Those of
@@ -69,9 +70,10 @@ def shares(
     once: bool,
     runs: Sequence[tuple[Callable, Callable | None]],
     diagonal: bool,
+    counts: Sequence[torch.Tensor] = (),
 ) -> Iterator[Share]:
     """The ``Share`` of each of the experts that a projection is of, in their order, for the ``runs`` of
-    ``moments.moments``. The data is run for as many at a time as memory allows.
+    ``moments.moments``, and ``counts``, its ``weights``. The data is run for as many at a time as memory allows.
 
     For the drift, a token goes through the dense experts to which the quantized layers before send it: where it would
     have gone in 16 bits, other experts may be, whose inputs say nothing of these.
@@ -79,10 +81,11 @@ def shares(
     count, _, size = projection.matrices.shape
     at_once = count if diagonal else max(AT_ONCE // (2 * size**2), 1)
     for first in range(0, count, at_once):
-        yield from _shares(projection, experts, once, runs, diagonal, range(first, min(first + at_once, count)))
+        numbers = range(first, min(first + at_once, count))
+        yield from _shares(projection, experts, once, runs, diagonal, counts, numbers)
 
 
-def _shares(projection, experts, once, runs, diagonal, numbers) -> list[Share]:
+def _shares(projection, experts, once, runs, diagonal, counts, numbers) -> list[Share]:
     sent = []
 
     def keep(module, args, keywords):
@@ -97,20 +100,24 @@ def _shares(projection, experts, once, runs, diagonal, numbers) -> list[Share]:
     second = projection.weight.new_zeros(shape, dtype=torch.float32)
     drift = None if diagonal else torch.zeros_like(second)
     rows = [0] * len(numbers)
-    for run, run_dense in runs:
+    for (run, run_dense), of_tokens in zip(runs, counts or [None] * len(runs), strict=True):
+        sent.clear()
         with experts.register_forward_pre_hook(keep, with_kwargs=True):
             calls = given(projection, run, once)
+        scales = [_scales(of_tokens, *indices, experts=experts.num_experts) for indices in sent]
         dense_calls = calls
         if not diagonal:
             with experts.register_forward_pre_hook(send_again, with_kwargs=True):
                 dense_calls = given(projection, run_dense, once)
-        for (x, order, offsets, *_), (dense, *_) in zip(calls, dense_calls, strict=True):
+        for (x, order, offsets, *_), (dense, *_), scale in zip(calls, dense_calls, scales, strict=True):
             bounds = offsets.tolist()
             for place, number in enumerate(numbers):
-                own = slice(*bounds[number : number + 2])
-                own = own if order is None else order[own]
+                part = slice(*bounds[number : number + 2])
+                own = part if order is None else order[part]
                 now, before = x[own].float(), dense[own].float()
                 rows[place] += int(now.any(1).sum())
+                if scale is not None:
+                    now, before = now * scale[part], before * scale[part]
                 if diagonal:
                     second[place] += now.square().sum(0)
                     continue
@@ -120,3 +127,15 @@ def _shares(projection, experts, once, runs, diagonal, numbers) -> list[Share]:
                 drift[place].addmm_((before - now).T, now)
     found = map(Moments, second, [None] * len(numbers) if diagonal else drift)
     return [Share(*each) for each in zip(rows, found, strict=True)]
+
+
+def _scales(counts: torch.Tensor | None, indices: torch.Tensor | None = None, *, experts: int) -> torch.Tensor | None:
+    """float32 ``[rows, 1]``: roots of what tokens count, of the rows that experts are given in their order, by the
+    experts of each token; those of Llama 4 are given all tokens. None where all count alike."""
+    if counts is None:
+        return None
+    roots = counts.reshape(-1, 1).sqrt()
+    if indices is None:
+        return roots.repeat(experts, 1)
+    rows, *_ = route_experts(indices.reshape(-1, indices.shape[-1]), experts)
+    return roots.to(rows.device)[rows]

@@ -85,8 +85,8 @@ CASES += [(kind, *how) for kind in KINDS for how in ((True, 1), (False, 8192))]
 @torch.no_grad()
 @pytest.mark.parametrize(("kind", "diagonal", "at_once"), CASES)
 def test_moments(kind, diagonal, at_once, monkeypatch):
-    """Those of each expert's rows in the model as it is quantized so far; the drift is towards the dense layers, for
-    the same tokens. In several runs of the data, where memory is short."""
+    """Those of each expert's rows in the model as it is quantized so far, by what its tokens count; the drift is
+    towards the dense layers, for the same tokens. In several runs of the data, where memory is short."""
     dense, model, solver = KINDS[kind](), KINDS[kind](), Recorder(diagonal)
     monkeypatch.setitem(METHODS, "recorder", solver)
     monkeypatch.setattr(rounding, "aim", solver.aim)
@@ -94,7 +94,10 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
     monkeypatch.setattr(routed, "AT_ONCE", at_once)
     left = {"modules_to_not_convert": [".*(attn|mixer.[a-z]*_proj|shared).*"]}  # so that experts alone are quantized
     left |= {"transform": "none"} if diagonal else {}  # column scales would be all that data decides on
-    hf_kbit.calibrate(model, IDS, method="recorder", batch=5, device="cpu", bits=2, **left)
+    counts = torch.arange(len(IDS)) % 3 + 1.0
+    data = {"input_ids": [*IDS], "attention_mask": [*torch.ones_like(IDS)], "counts": counts.tolist()}
+    hf_kbit.calibrate(model, data, method="recorder", batch=5, device="cpu", bits=2, **left)
+    of_tokens = (counts / counts.mean()).repeat_interleave(IDS.shape[1])[:, None]
     names, current = list(small.dense_projections(dense)), copy.deepcopy(dense)
     assert set(names) == {name for name, module in model.named_modules() if isinstance(module, KbitProjection)}
     found = iter(solver.moments)
@@ -110,17 +113,18 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
             decoded = [weight.mT if packed.transposed else weight, dense.get_parameter(up)]
         now = rows_of(dense, name, x, sent, decoded[0])
         then = rows_of(dense, name, before, sent, decoded[1])
-        for rows, wanted in zip(now, then, strict=True):
+        for expert, (rows, wanted) in enumerate(zip(now, then, strict=True)):
             second, drift = next(found)
+            weighted = rows * (of_tokens if sent is None else of_tokens[(sent == expert).any(-1)])
             if sent is None:  # a token that went elsewhere before has no drift
                 wanted = torch.where(wanted.any(1, keepdim=True), wanted, rows)
             limit = 1e-4 * max(second.abs().max(), 1e-3)
-            expected = rows.T @ rows
+            expected = weighted.T @ rows
             torch.testing.assert_close(second, expected.diagonal() if diagonal else expected, rtol=1e-3, atol=limit)
             if diagonal:
                 assert drift is None
             else:
-                torch.testing.assert_close(drift, (wanted - rows).T @ rows, rtol=1e-3, atol=limit)
+                torch.testing.assert_close(drift, (wanted - rows).T @ weighted, rtol=1e-3, atol=limit)
         put_projection(site_of(current, name), model.get_submodule(name))
     assert next(found, None) is None
 
