@@ -57,11 +57,6 @@ class Text:
         known = is_tokenized(self.data) or (isinstance(given, torch.Tensor) and given.dim() == 2)
         return max(map(len, given), default=None) if known else self.length
 
-    @property
-    def counts(self) -> list[float] | None:
-        """How much tokens of each sequence count, of a text that was filled up (``writing.chosen``)."""
-        return self.data.get("counts") if is_tokenized(self.data) else None
-
     def little(self) -> "Text":
         """As much of it as tells how large inputs are on average."""
         sequences, length = amount(self.sequences, self.length, LITTLE)

@@ -109,9 +109,9 @@ def calibrate(
     solving.check_model(model, [packable.sites[name] for name in chosen], config, text, device)
     how = {"tune": solving.tune, "device": device, "progress": progress}
     amount = text.sequences, text.length
-    text, name = chosen_text(model, text, solving.needs_little, amount, **how, **source)
+    text, name, counts = chosen_text(model, text, solving.needs_little, amount, **how, **source)
     plan = packable.plan(config, chosen)
-    Calibration(plan, solving, text.ids(model, **source), device, progress, name, text.counts).run()
+    Calibration(plan, solving, text.ids(model, **source), device, progress, name, counts).run()
     return model
 
 
@@ -159,14 +159,16 @@ class Calibration:
         if self.steps and len(sequences) < 2:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
         size = solving.batch
-        counts = counts and [torch.full(row.shape, count) for row, count in zip(sequences, counts, strict=True)]
         if self.steps:
             few = slice(None, None, max(len(sequences) // SEQUENCES, 1))
             sequences, counts = sequences[few][:SEQUENCES], counts and counts[few][:SEQUENCES]
             size = min(size, tuning.most_together(sequences, self.device), len(sequences) // 2)
         self.batches = batches_of(sequences, size)
-        # Of each token of the batches, 1 on average; none where all count alike.
-        self.counts = [each / torch.cat(counts).mean() for each in batches_of(counts, size)] if counts else []
+        self.counts: list[torch.Tensor] = []  # of each token of the batches, 1 on average; none where all count alike
+        if counts:
+            rows = [torch.full(row.shape, count) for row, count in zip(sequences, counts, strict=True)]
+            mean = torch.cat(rows).mean()
+            self.counts = [each / mean for each in batches_of(rows, size)]
         leave_lost(plan, self.device)
         names = [name for name in plan.decodings if name not in plan.outcome.lost]
         self.tables = [name for name in names if any(plan.sites[each].is_table for each in plan.group(name))]

@@ -133,8 +133,7 @@ def quantize_model(
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
     measured = bool(mean % 1 and fitting.measure)
     if calibrate or measured:
-        text, name = _read(model, text, solving, calibrate, measured, device)
-        ids = text.ids(model)
+        ids, name, counts = _read(model, text, solving, calibrate, measured, device)
         source = f"{name}, on {stream.resolve(None, model) if device is None else device}"
     if mean % 1:
         if measured:
@@ -148,7 +147,7 @@ def quantize_model(
     plan = packable.plan(config, chosen)
     if calibrate:
         report("calibrating", f"{solving.method}, {size_of(ids)} of {source}")
-        Calibration(plan, solving, ids, device, True, name, text.counts).run()
+        Calibration(plan, solving, ids, device, True, name, counts).run()
         if plan.outcome.tuned:
             report("tuned", plan.outcome.tuned)
     else:
@@ -223,12 +222,14 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
 
 def _read(
     model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
-) -> tuple[Text, str]:
-    """What is read, and what reports call it. ``measured``: whether widths are chosen on it too, which takes more."""
+) -> tuple[list[torch.Tensor], str, list[float] | None]:
+    """Token ids, what reports call them, and how much tokens of each sequence count, if not alike. ``measured``:
+    whether widths are chosen on them too, which takes more."""
     amount = (text.sequences, text.length) if calibrate else MEASURED
     little = calibrate and solving.needs_little and not measured
     how = {"tune": calibrate and solving.tune, "device": device, "progress": True}
-    return chosen_text(model, text, little, amount, **how)
+    text, *others = chosen_text(model, text, little, amount, **how)
+    return text.ids(model), *others
 
 
 def _measured(

@@ -118,18 +118,19 @@ def chosen(
     device: torch.device | str | None = None,
     progress: bool = False,
     **source: Any,
-) -> tuple[Text, str]:
-    """What is read, and what reports call it: the data, or, without any, so much that the model writes, or if a little
-    does, that of the built-in set. A text of which no amount is asked for is filled up, where it is short, with what
-    the model writes; then its tokens count the more, so that it has its ``SHARE``."""
+) -> tuple[Text, str, list[float] | None]:
+    """What is read, what reports call it, and how much tokens of each sequence count, if not alike: the data, or,
+    without any, so much that the model writes, or if a little does, that of the built-in set. A text of which no
+    amount is asked for is filled up, where it is short, with what the model writes; then its tokens count the more,
+    so that it has its ``SHARE``."""
     how = {"tokenizer": text.tokenizer, "device": device, "progress": progress, **source}
     if text.data is None:
         if little:
-            return text.little(), text.name
+            return text.little(), text.name, None
         own = write(model, *asked, tune=tune, **how)
-        return replace(text, data=own), text.name if own is None else OWN
+        return replace(text, data=own), text.name if own is None else OWN, None
     if little or asked[0] is not None or not text.needs_tokenizer:
-        return text, text.name
+        return text, text.name, None
     rows, (sequences, length) = text.ids(model, **source), _usual(model, asked, stream.resolve(device, model))
     missing = sequences - -(-sum(map(len, rows)) // length)
     name, own = text.name, write(model, missing, length, **how) if missing > 0 else None
@@ -142,8 +143,7 @@ def chosen(
         # Any share is to have some of both: what is held out to tune are the last ones.
         order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(SEED)).tolist()
         rows, counts = [rows[place] for place in order], [counts[place] for place in order]
-    data = {"input_ids": rows, "attention_mask": list(map(torch.ones_like, rows)), "counts": counts}
-    return replace(text, data=data), name
+    return replace(text, data={"input_ids": rows, "attention_mask": list(map(torch.ones_like, rows))}), name, counts
 
 
 def _usual(

@@ -95,8 +95,8 @@ def test_moments(kind, diagonal, at_once, monkeypatch):
     left = {"modules_to_not_convert": [".*(attn|mixer.[a-z]*_proj|shared).*"]}  # so that experts alone are quantized
     left |= {"transform": "none"} if diagonal else {}  # column scales would be all that data decides on
     counts = torch.arange(len(IDS)) % 3 + 1.0
-    data = {"input_ids": [*IDS], "attention_mask": [*torch.ones_like(IDS)], "counts": counts.tolist()}
-    hf_kbit.calibrate(model, data, method="recorder", batch=5, device="cpu", bits=2, **left)
+    monkeypatch.setattr(layerwise, "chosen_text", lambda model, text, *_, **__: (text, "the data", counts.tolist()))
+    hf_kbit.calibrate(model, IDS, method="recorder", batch=5, device="cpu", bits=2, **left)
     of_tokens = (counts / counts.mean()).repeat_interleave(IDS.shape[1])[:, None]
     names, current = list(small.dense_projections(dense)), copy.deepcopy(dense)
     assert set(names) == {name for name, module in model.named_modules() if isinstance(module, KbitProjection)}

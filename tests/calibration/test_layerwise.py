@@ -79,14 +79,18 @@ def test_same_bytes_each_time(method, device):
     assert same(tensors(first), tensors(second))
 
 
-def counted(places, counts=None, **how):
-    """A model for which sequences count so much."""
-    rows = [IDS[place] for place in places]
-    data = {"input_ids": rows, "attention_mask": [torch.ones_like(row) for row in rows], "counts": counts}
-    return hf_kbit.calibrate(llama(), data, bits=3, device="cpu", **how)
+@pytest.fixture
+def counted(monkeypatch):
+    """Makes a model for which sequences count so much."""
+
+    def make(places, counts=None, **how):
+        monkeypatch.setattr(layerwise, "chosen_text", lambda model, text, *_, **__: (text, "the data", counts))
+        return hf_kbit.calibrate(llama(), IDS[list(places)], bits=3, device="cpu", **how)
+
+    return make
 
 
-def test_a_sequence_that_counts_twice_is_as_one_that_is_read_twice(monkeypatch):
+def test_a_sequence_that_counts_twice_is_as_one_that_is_read_twice(counted, monkeypatch):
     """But for rounding. Gradients are left out, since those of a second reading draw other tokens."""
     monkeypatch.setattr(sensitivity, "BLEND", 0)
     twice, once, alike = (
@@ -96,7 +100,7 @@ def test_a_sequence_that_counts_twice_is_as_one_that_is_read_twice(monkeypatch):
     assert (twice == once).double().mean() > 0.99 > (alike == once).double().mean()
 
 
-def test_sequences_that_are_left_out_to_tune_take_what_they_count_with_them(monkeypatch):
+def test_sequences_that_are_left_out_to_tune_take_what_they_count_with_them(counted, monkeypatch):
     monkeypatch.setattr(layerwise, "SEQUENCES", 3)
     how = {"tune": 5, "tune_whole": False}
     some, all_of_them = counted((0, 2, 4), **how), counted(range(6), [1.0, 5.0, 1.0, 5.0, 1.0, 5.0], **how)

@@ -159,8 +159,8 @@ def test_a_short_text_is_filled_up():
     counted = []
 
     def read(data, amount=(None, None), little=False, of=model):
-        found, name = writing.chosen(of, Text(data, tokenizer, *amount), little, amount)
-        counted.append(found.counts)
+        found, name, counts = writing.chosen(of, Text(data, tokenizer, *amount), little, amount)
+        counted.append(counts)
         return [tuple(row) for row in map(torch.Tensor.tolist, found.ids(of))], name
 
     rows, name = read(text)
