@@ -71,8 +71,14 @@ def test_bars_are_shown_where_transformers_shows_its_own(enabled, folder, capfd)
         ),
         (IDS, {"module_bits": {"down_proj": 4}}, {"module_bits": {"down_proj": 4}}, "feedback, on 8 x 24 tokens"),
         (TEXT, {"tune": 2}, {"tune": 2}, "feedback, on 1 x 2,048 tokens of the data"),
+        (
+            TEXT[:1],
+            {},
+            {},
+            f"the data (1 x {len(TEXT[0])} tokens",
+        ),  # which then count more
     ],
-    ids=["weighted", "own", "ids", "text"],
+    ids=["weighted", "own", "ids", "text", "short text"],
 )
 def test_is_as_calibrate(folder, tmp_path, calibrate, others, as_calibrate, told):
     """To the same bytes; files say nothing of it, the card does."""
