@@ -223,6 +223,7 @@ VLLM_NAMES = (
     Name(f"{_LAYERS}.fused_moe.activation:apply_moe_activation", ("activation", "output", "input")),
     Name(f"{_OF_EXPERTS}.apply", ("self", "layer", "x", "topk_weights", "topk_ids", "shared_experts")),
     Name(f"{_OF_EXPERTS}.create_weights", ("self", "layer", "num_experts", "hidden_size")),
+    Name(f"{_OF_EXPERTS}.supports_internal_mk"),
     Name(f"{_LAYERS}.linear:LinearMethodBase.apply", ("self", "layer", "x", "bias")),
     Name(
         f"{_LAYERS}.linear:LinearMethodBase.create_weights",
@@ -240,6 +241,7 @@ VLLM_NAMES = (
     Name(f"{_LAYERS}.vocab_parallel_embedding:ParallelLMHead"),
     Name(f"{_LAYERS}.vocab_parallel_embedding:VocabParallelEmbedding"),
     Name("vllm.config:get_current_vllm_config_or_none", ()),
+    Name("vllm.distributed:get_ep_group", ()),
     Name("vllm.model_executor.models.utils:PPMissingLayer"),
 )
 VLLM_HOOKS = (

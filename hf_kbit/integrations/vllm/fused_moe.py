@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import torch
 from torch import nn
+from vllm.distributed import get_ep_group
 from vllm.model_executor.layers.activation import get_act_and_mul_fn
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation, apply_moe_activation
 from vllm.model_executor.layers.fused_moe.fused_moe_method_base import FusedMoEMethodBase
@@ -214,7 +215,20 @@ class KbitExpertsMethod(FusedMoEMethodBase):
     def get_fused_moe_quant_config(self, layer):
         return None
 
+    @property
+    def supports_internal_mk(self) -> bool:
+        """Whether ``apply`` exchanges tokens with other processes, as kernels of vLLM do. Else vLLM does it before it
+        routes them, for which its routers (0.32, 0.33) fail: they know of a process's own tokens which are padding."""
+        return True
+
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
+        divided = self.moe.is_sequence_parallel
+        if self.moe.dp_size == 1 and not divided:
+            return self._run(layer, x, topk_weights, topk_ids)
+        group = get_ep_group()
+        return group.combine(self._run(layer, *group.dispatch(x, topk_weights, topk_ids, divided)), divided)
+
+    def _run(self, layer, x, topk_weights, topk_ids) -> torch.Tensor:
         # Experts of other processes have the number -1 here. Shared ones are layers of their own, which vLLM runs.
         experts = topk_ids if layer.expert_map is None else layer.expert_map[topk_ids.long()]
         rows, places, offsets = route_experts(experts, layer.down.lead[0])
