@@ -38,8 +38,8 @@ class Text:
             such as an encoder, reads these texts. So does any for the method ``"weighted"``, unless it is to ``tune``.
         tokenizer: for all but token ids. Default: that of the model's folder or name.
         sequences: so many of a text at most, evenly spread over it. Token ids are taken as they are. Default: 128 of a
-            text, and a short one is filled up by what the model writes; that alone is 128 sequences, 64 on a CPU, and
-            for ``tune`` 4096, or 256 on a CPU; what ``"weighted"`` reads without data is 16.
+            text, and a short one is filled up by what the model writes; that alone is 128 sequences, for a trellis
+            512, 64 on a CPU, and for ``tune`` 4096, or 256 on a CPU; what ``"weighted"`` reads without data is 16.
         length: tokens of each at most, or what the model or the tokenizer has positions for. Best as many as the model
             will read at once: some ten if it reads sentences. Default: 2048 of a text; 640 of what the model writes,
             256 on a CPU; 256 of what ``"weighted"`` reads without data.

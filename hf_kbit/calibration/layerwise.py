@@ -22,6 +22,7 @@ from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.solving import METHODS, Solving, sort
 from hf_kbit.calibration.writing import chosen as chosen_text
 from hf_kbit.files.finished import Finished, digest
+from hf_kbit.format.trellis import TrellisDecoding
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.nn.classes import twin
 from hf_kbit.nn.experts import KbitProjection
@@ -29,7 +30,7 @@ from hf_kbit.nn.site import Site, empty, is_linear, pack, unpacked
 from hf_kbit.nn.weight import KbitWeight, packed_layers
 from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import units
-from hf_kbit.plan.config import KbitConfig, config_or
+from hf_kbit.plan.config import TRELLIS, KbitConfig, config_or
 from hf_kbit.plan.plan import Plan, leave_lost, quantize_layers
 from hf_kbit.plan.selection import check_any
 from hf_kbit.weight.tensor import Packed
@@ -107,7 +108,12 @@ def calibrate(
         model = load(model, **source)
     packable, chosen = choose(model, config)
     solving.check_model(model, [packable.sites[name] for name in chosen], config, text, device)
-    how = {"tune": solving.tune, "device": device, "progress": progress}
+    how = {
+        "trellis": config.codebook == TRELLIS,
+        "tune": solving.tune,
+        "device": device,
+        "progress": progress,
+    }
     amount = text.sequences, text.length
     text, name, counts = chosen_text(model, text, solving.needs_little, amount, **how, **source)
     plan = packable.plan(config, chosen)
@@ -186,6 +192,7 @@ class Calibration:
         self.errors: list[tuple[float, float]] = []  # of layers' outputs, before and after they were tuned
         self.without_data: list[bool] = []  # for each expert's projection
         self.token_weights: dict[str, list[torch.Tensor]] = {}  # of layers for which tokens do not count alike
+        self.outputs: dict[str, torch.Tensor] = {}  # of layers, what errors of their outputs cost together
         self.dimensions: dict[str, int | None] = {}  # which is that of sequences, of what layers are given
         self.finished: Finished | None = None
         self.unmapped: tuple[str, list[str]] | None = None  # a layer that a file has, and what is in it
@@ -219,8 +226,14 @@ class Calibration:
             if self.drifting:
                 head = model.get_output_embeddings()
                 names = [name for name, site in sites.items() if site not in projections and site.home is not head]
-                self.token_weights = sensitivity.token_weights(
-                    model, {name: self.dimensions[name] for name in names}, self.batches, self.device, self.progress
+                trellises = [name for name in names if isinstance(plan.decodings[name], TrellisDecoding)]
+                self.token_weights, self.outputs = sensitivity.token_weights(
+                    model,
+                    {name: self.dimensions[name] for name in names},
+                    self.batches,
+                    self.device,
+                    self.progress,
+                    {name: sites[name].shape[-2] for name in trellises},
                 )
             if self.solving.resume is not None:
                 self.finished = Finished(Path(self.solving.resume), self._digest())
@@ -279,6 +292,7 @@ class Calibration:
         run += (self.steps,) if self.steps else ()  # not tune_whole: layers are the same
         run += (sensitivity.BLEND,) if self.token_weights else ()
         run += tuple(each[:, 0].tolist() for each in self.counts)
+        run += tuple(self.outputs)
         return digest([*(("ids", row) for row in self.text), *self.model.state_dict().items()], *run)
 
     def _visit(self, unit: str, run: Callable[..., Any]) -> Iterator[Any]:
@@ -394,7 +408,8 @@ class Calibration:
                 weights, dimension = self._weights(group.names), self.dimensions[group.names[0]]
                 found = moments.moments(like, group, runs, self.solver.DIAGONAL, weights, dimension)
                 for name in group.names:
-                    self._tell(name, round_linear(name, new[name], dense[name], found, self.solver))
+                    how = found, self.solver, self.outputs.pop(name, None)
+                    self._tell(name, round_linear(name, new[name], dense[name], *how))
             done |= {name: new[name] for name in group.names}
 
     def _tell(self, name: str, untransformed: str) -> None:

@@ -18,7 +18,7 @@ from hf_kbit.calibration.widths import measure as measure_widths
 from hf_kbit.calibration.writing import chosen as chosen_text
 from hf_kbit.integrations.transformers.in_memory import finish
 from hf_kbit.plan.allocation import by_rule, config_of, spend, stored_weights
-from hf_kbit.plan.config import KbitConfig, config_or
+from hf_kbit.plan.config import TRELLIS, KbitConfig, config_or
 from hf_kbit.plan.memory import ENOUGH_FOR_LAYERS, Footprint, bits_for_memory, embedding_bits_for_memory, parse_size
 from hf_kbit.plan.plan import quantize_layers
 from hf_kbit.plan.selection import Packable
@@ -133,7 +133,7 @@ def quantize_model(
     mean = config.bits if fitting.memory is None else _mean_in_memory(model, fitting, config, report)
     measured = bool(mean % 1 and fitting.measure)
     if calibrate or measured:
-        ids, name, counts = _read(model, text, solving, calibrate, measured, device)
+        ids, name, counts = _read(model, text, solving, config, calibrate, measured, device)
         source = f"{name}, on {stream.resolve(None, model) if device is None else device}"
     if mean % 1:
         if measured:
@@ -221,13 +221,14 @@ def _mean_in_memory(model: nn.Module, fitting: Fitting, config: KbitConfig, repo
 
 
 def _read(
-    model: PreTrainedModel, text: Text, solving: Solving, calibrate: bool, measured: bool, device
+    model: PreTrainedModel, text: Text, solving: Solving, config: KbitConfig, calibrate: bool, measured: bool, device
 ) -> tuple[list[torch.Tensor], str, list[float] | None]:
     """Token ids, what reports call them, and how much tokens of each sequence count, if not alike. ``measured``:
     whether widths are chosen on them too, which takes more."""
     amount = (text.sequences, text.length) if calibrate else MEASURED
     little = calibrate and solving.needs_little and not measured
-    how = {"tune": calibrate and solving.tune, "device": device, "progress": True}
+    trellis, tune = config.codebook == TRELLIS and not solving.needs_little, calibrate and solving.tune
+    how = {"trellis": trellis, "tune": tune, "device": device, "progress": True}
     text, *others = chosen_text(model, text, little, amount, **how)
     return text.ids(model), *others
 

@@ -29,15 +29,24 @@ ROWS = 1 << 16
 FEW = 1 / 8
 
 
-def round_linear(name: str, layer: KbitLinear, dense: nn.Module, moments: Moments, solver: ModuleType) -> str:
-    """Returns why the weight is not transformed, if it was to be."""
+def round_linear(
+    name: str,
+    layer: KbitLinear,
+    dense: nn.Module,
+    moments: Moments,
+    solver: ModuleType,
+    outputs: torch.Tensor | None = None,
+) -> str:
+    """Returns why the weight is not transformed, if it was to be. ``outputs`` are those of ``trellis.solve``."""
     moments.check(name)
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
     columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
     weight = aim(weight.float(), moments)
     if _has_trellis(layer, solver):
-        layer.load(trellis.solve(weight, moments.second, layer.decoding, layer.recipe.balances, f"{name}.weight"))
+        outputs = None if outputs is None else outputs.to(weight.device)
+        how = layer.decoding, layer.recipe.balances, f"{name}.weight", outputs
+        layer.load(trellis.solve(weight, moments.second, *how))
         return ""
     how = layer.quantize(weight, f"{name}.weight", columns)
     if not _is_done(how, solver):

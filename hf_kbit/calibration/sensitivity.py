@@ -32,6 +32,10 @@ NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device bes
 SAMPLE = (2, 16)  # sequences, and tokens of each, whose gradients are computed in two ways, and compared
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
+ROWS = (
+    5 << 16
+)  # of gradients, at most or a few more, whose products are summed for what errors of outputs cost together
+COPIES = 8  # of such a sum, that are in memory while it is used
 
 
 def gradients(
@@ -102,11 +106,16 @@ def token_weights(
     batches: Sequence[torch.Tensor],
     device: torch.device,
     progress: bool = False,
-) -> dict[str, list[torch.Tensor]]:
+    outputs: Mapping[str, int] | None = None,
+) -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
     """``{name: [float32 [sequences, tokens] on the CPU of each batch]}``: how much tokens count for linear layers of a
     causal language model, some 1 on average; the same each time on the same machine. All of the model is on ``device``
     meanwhile, or, where that is too small for it, one layer after another, which goes there and back for each few
     sequences. ``dimensions`` says which one is that of sequences in what a layer is given (``check.rows_of``).
+
+    And ``{name: float32 [N, N] on the CPU}``, what errors of the outputs cost together, of layers whose out_features N
+    ``outputs`` tells: the sum of ``g @ g.T`` over gradients by what they make of tokens, no ``g`` much longer than
+    most. Only so many layers have it, those with few out_features first, as half of the memory has room for.
 
     Layers are left out that make another number of rows than there are tokens, or whose gradients overflow. There are
     none of another model, or of one whose code has no way back.
@@ -115,11 +124,12 @@ def token_weights(
         MemoryError, torch.OutOfMemoryError: there is memory enough on ``device``, but too little of it is free.
 
     Source: squared gradients by outputs as weights of a layer's errors are those of GuidedQuant (arXiv:2505.07004),
-    there of the loss on a text, several groups of outputs apart.
+    there of the loss on a text, several groups of outputs apart. What errors of outputs cost together is a factor of
+    YAQA's Hessian (arXiv:2505.22988), which is that of the divergence too.
     """
     longest, most = max(ids.shape[1] for ids in batches), max(len(ids) for ids in batches)
     if not (BLEND and dimensions and longest > 1 and stream.predicts_tokens(model)):
-        return {}
+        return {}, {}
     try:
         config, names = model.config.get_text_config(), list(dimensions)
         numbers = longest * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * longest)
@@ -128,40 +138,63 @@ def token_weights(
         needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
         if not (fits := needed <= memory) and not elsewhere:
             logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
-            return {}
+            return {}, {}
         if not fits:
             logger.info("hf_kbit: %s is too small for the model: its layers go there one after another", device)
-        elif needed > free:  # layer by layer would give other bytes, and what is free may be other each time
+        sums = _with_room(outputs or {}, memory - needed, device)
+        needed += 4 * sum(size * size for size in sums.values())
+        if fits and needed > free:  # layer by layer would give other bytes, and what is free may be other each time
             raise MemoryError(
                 f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients "
                 f"of {type(model).__name__}, which weigh the tokens; make room, or take another device"
             )
         generator, draws = torch.Generator(device).manual_seed(SEED), stream.usual(DRAWS, device)
         squares = [torch.zeros((len(names), *ids.shape), device=device) for ids in batches]
+        moments = {name: torch.zeros(size, size, device=device) for name, size in sums.items()}
+        apart = -(-draws * sum(ids.numel() for ids in batches) // ROWS)
         pieces = [
             piece
             for ids, own in zip(batches, squares, strict=True)
             for piece in zip(ids.split(together), own.split(together, 1), strict=True)
         ]
         # Gradients of other kinds of attention differ in the last bits each time.
-        place = stream.whole(model, device) if elsewhere and fits else nullcontext()
-        with place, tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
+        where = stream.whole(model, device) if elsewhere and fits else nullcontext()
+        with where, tuning.reproducible(), sdpa_kernel(SDPBackend.MATH):
             check_gradients(model, names, batches, device)
             choose = partial(draw, generator=generator)
-            for piece, own in tqdm(pieces, desc="weighing", disable=not progress):
+            for place, (piece, own) in enumerate(tqdm(pieces, desc="weighing", disable=not progress)):
                 parts = dict(zip(names, own, strict=True))
-                gradients(
-                    model, names, piece.to(model.device), device, choose, partial(_add, parts, dimensions), draws
-                )
+                add = partial(_add, parts, moments if place % apart == 0 else {}, dimensions)
+                gradients(model, names, piece.to(model.device), device, choose, add, draws)
     except (MemoryError, torch.OutOfMemoryError):
         raise
     except Exception as error:  # whatever the code of a model does
         logger.warning("hf_kbit: all tokens count alike, for gradients fail (%s: %s)", type(error).__name__, error)
-        return {}
+        return {}, {}
     found = {name: _weights([own[place].cpu() for own in squares]) for place, name in enumerate(names)}
     found = {name: own for name, own in found.items() if own is not None}
     if len(found) < len(names):
         logger.warning("hf_kbit: all tokens count alike for %d of %d layers", len(names) - len(found), len(names))
+    return found, {name: own.cpu() for name, own in moments.items() if name in found and own.isfinite().all()}
+
+
+def _with_room(outputs: Mapping[str, int], memory: int, device: torch.device) -> dict[str, int]:
+    """Those of ``outputs`` whose moments fit into half of so much memory of ``device``, and of the CPU's, where they
+    are kept; the smallest first. What computes with them takes a few more of them at once."""
+    room = min(memory, stream.memory_of(torch.device("cpu"))[1]) // 2
+    found, largest = {}, room // COPIES
+    for name, size in sorted(outputs.items(), key=lambda each: each[1]):
+        room -= 4 * size * size
+        if room < 0 or 4 * size * size > largest:
+            logger.warning(
+                "hf_kbit: errors of outputs count alike for %d of %d layers: %s or the CPU has too little memory for "
+                "what they cost together",
+                len(outputs) - len(found),
+                len(outputs),
+                device,
+            )
+            break
+        found[name] = size
     return found
 
 
@@ -198,12 +231,28 @@ def check_gradients(
             )
 
 
-def _add(squares: dict[str, torch.Tensor], dimensions, name: str, module, given, gradient: torch.Tensor) -> None:
+def _add(
+    squares: dict[str, torch.Tensor],
+    moments: dict[str, torch.Tensor],
+    dimensions: Mapping[str, int | None],
+    name: str,
+    module,
+    given,
+    gradient: torch.Tensor,
+) -> None:
     """Adds those of one layer's outputs up, in place; NaN where its rows are not the tokens."""
     own = squares[name]
     rows = rows_of(gradient, dimensions[name], len(own))
-    known = rows is not None and rows.shape[:-1] == own.shape
-    own += rows.float().square().sum(-1).to(own.device) if known else torch.nan
+    if rows is None or rows.shape[:-1] != own.shape:
+        own += torch.nan
+        return
+    rows = rows.float().to(own.device)
+    found = rows.square().sum(-1)
+    own += found
+    if name in moments:
+        limit = MOST * torch.quantile(found[:, min(1, found.shape[1] - 1) :], QUANTILE)
+        rows = (rows * torch.where(found > limit, limit / found, 1.0).sqrt()[..., None]).flatten(0, -2)
+        moments[name].addmm_(rows.T, rows)
 
 
 def _weights(squares: list[torch.Tensor]) -> list[torch.Tensor] | None:

@@ -1,5 +1,6 @@
-"""Error feedback for a weight that has a trellis: rows of tiles are encoded one after another, 16 in_features each,
-and what that does to the layer's outputs, those to come make up for."""
+"""Error feedback for a weight that has a trellis: tiles are encoded one after another, and what that does to the
+layer's outputs, those to come make up for: tiles of the in_features behind them, and of the out_features too if it is
+known what errors of outputs cost together."""
 
 import torch
 import torch.nn.functional as F
@@ -21,29 +22,36 @@ from hf_kbit.weight.trellis_packing import (
 # Of the mean of the Hessian's diagonal, added to it. With .01 the error on like text is 1% less, with .1 it is 3% more
 # (docs/lab/2026-11-28-trellis-quantizing.md); unlike text wants more.
 DAMPING = 0.03
+OUTPUT_DAMPING = 0.03  # the same of the outputs' Hessian
 ROWS = 1 << 15  # out_features that are solved at once, a multiple of all blocks
 
 
 def solve(
-    weight: torch.Tensor, hessian: torch.Tensor, decoding: TrellisDecoding, balances: bool, name: str = "weight"
+    weight: torch.Tensor,
+    hessian: torch.Tensor,
+    decoding: TrellisDecoding,
+    balances: bool,
+    name: str = "weight",
+    outputs: torch.Tensor | None = None,
 ) -> Packed:
-    """A weight with a small squared error of the layer's outputs, ``trace(D @ hessian @ D.T)`` for the difference D of
-    the decoded weight and ``weight``.
+    """A weight with a small squared error of the layer's outputs, ``trace(outputs @ D @ hessian @ D.T)`` for the
+    difference D of the decoded weight and ``weight``.
 
-    Scales of both sides are those without data. Rows of tiles go in descending order of their rotated inputs' moments,
-    so that the largest errors are made while many are left; nothing of that order is stored. At last each out_feature
-    gets the scale that is best for its codes.
+    Scales of both sides are those without data. Tiles go in descending order of their rotated inputs' moments, and of
+    their outputs', so that the largest errors are made while many are left; nothing of that order is stored. At last
+    each out_feature gets the scale that is best for its codes, whatever the others have.
 
     Args:
         weight: float32 ``[N, K]``, finite.
         hessian: float32 ``[K, K]``: the sum of ``x @ x.T`` over tokens.
+        outputs: float32 ``[N, N]``: the sum of ``g @ g.T`` over gradients by the outputs. None: the identity.
         decoding, balances, name: as for ``trellis_packing.quantize``.
 
     Raises:
         ValueError: as there; or float16 scales do not hold the weight.
 
     Source: GPTQ (arXiv:2210.17323), which is LDLQ of QuIP (arXiv:2307.13304); by blocks of the columns of a tile as
-    QTIP (arXiv:2406.11235) has it.
+    QTIP (arXiv:2406.11235) has it, and on both sides as YAQA (arXiv:2505.22988) has it.
 
     >>> x = torch.randn(200, 32)
     >>> packed = solve(torch.randn(64, 32), x.T @ x, TrellisDecoding(3, block=32), balances=True)
@@ -56,16 +64,18 @@ def solve(
     if scales.lost:
         raise ValueError(f"{name}: {scales.lost}; leave the layer in 16 bits")
     scales = scales.times(best_factor(weight, decoding, scales))
-    turned = _turned(hessian, scales.suh, decoding.block)
-    damping = damping_of(turned, DAMPING)
-    sums = turned.diagonal().view(-1, TILE).sum(1)
-    order = sums.sort(descending=True, stable=True).indices
-    places = (order[:, None] * TILE + torch.arange(TILE, device=order.device)).flatten()
-    root = inverse_root(turned[places][:, places], damping)
+    order, places, root = _in_turn(hessian, scales.suh, decoding.block, DAMPING)
     trellis, svh = [], []
-    for start in range(0, len(weight), ROWS):
-        rows, own = weight[start : start + ROWS], scales.svh[start : start + ROWS]
-        codes = _encoded(inner_of(rows, scales.suh, own, decoding.block)[:, places], root, decoding.bits)
+    step = ROWS if outputs is None else max(ROWS, len(scales.svh))
+    for start in range(0, len(weight), step):
+        rows, own = weight[start : start + step], scales.svh[start : start + step]
+        columns = inner_of(rows, scales.suh, own, decoding.block)[:, places]
+        if outputs is None:
+            codes = _encoded(columns, root, decoding.bits)
+        else:
+            down, below, by_outputs = _in_turn(outputs, own, decoding.block, OUTPUT_DAMPING)
+            codes = _encoded_on_both_sides(columns[below], root, by_outputs, decoding.bits)
+            codes = torch.empty_like(codes).index_copy_(1, down, codes)
         codes = torch.empty_like(codes).index_copy_(0, order, codes)
         inner = torch.ops.hf_kbit.decode_trellis(codes, CODE, torch.float32)
         decoded = outer_of(inner, scales.suh, decoding.block)[: len(rows), : rows.shape[1]]
@@ -75,9 +85,20 @@ def solve(
     return Packed(dict(zip(decoding.names, tensors, strict=True)), decoding)
 
 
-def _turned(hessian: torch.Tensor, suh: torch.Tensor, block: int) -> torch.Tensor:
-    """The Hessian of what the weight between the rotations is multiplied by, padded."""
-    missing, scale = len(suh) - len(hessian), suh.float()
+def _in_turn(
+    hessian: torch.Tensor, scales: torch.Tensor, block: int, damping: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one side: the order of its tiles, that of its features, and U with ``U.T @ U`` the inverse of the Hessian in
+    that order."""
+    turned = _turned(hessian, scales, block)
+    order = turned.diagonal().view(-1, TILE).sum(1).sort(descending=True, stable=True).indices
+    places = (order[:, None] * TILE + torch.arange(TILE, device=order.device)).flatten()
+    return order, places, inverse_root(turned[places][:, places], damping_of(turned, damping))
+
+
+def _turned(hessian: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
+    """The Hessian of one side of the weight between the rotations, padded."""
+    missing, scale = len(scales) - len(hessian), scales.float()
     padded = F.pad(hessian, (0, missing, 0, missing)) * scale * scale[:, None]
     return rotate(rotate(padded, block).T, block)
 
@@ -95,6 +116,38 @@ def _encoded(columns: torch.Tensor, root: torch.Tensor, bits: int) -> torch.Tens
         columns[:, later] -= errors @ root[own, later]
         codes.append(found)
     return torch.cat(codes)
+
+
+def _encoded_on_both_sides(
+    weight: torch.Tensor, inputs: torch.Tensor, outputs: torch.Tensor, bits: int
+) -> torch.Tensor:
+    """``_encoded`` with U of both sides. Tile (j, i) leaves e, and tiles that come later on both sides lose their part
+    of ``outputs[j].T @ E @ inputs[i]``, E being ``inv(outputs[j, j]).T @ e @ inv(inputs[i, i])``; none of a diagonal
+    needs another of it."""
+    rows, width = weight.shape
+    down, across = rows // TILE, width // TILE
+    tiles = weight.reshape(down, TILE, across, TILE).transpose(1, 2)
+    up, along = outputs.T.reshape(down, TILE, rows), inputs.view(width, across, TILE).transpose(0, 1)
+    own_up, own_along = (
+        torch.stack([root[n : n + TILE, n : n + TILE] for n in range(0, len(root), TILE)])
+        for root in (outputs, inputs)
+    )
+    inverse_up, inverse_along = torch.linalg.inv(own_up).mT, torch.linalg.inv(own_along)
+    errors = weight.new_zeros(across, rows, TILE)  # E, by columns of tiles
+    passed = weight.new_zeros(down, TILE, width)  # outputs.T @ E, by rows of tiles
+    found = torch.empty(across, down, 16 * bits, dtype=torch.int16, device=weight.device)
+    for diagonal in range(down + across - 1):
+        i = torch.arange(max(0, diagonal - down + 1), min(diagonal, across - 1) + 1, device=weight.device)
+        j = diagonal - i
+        from_above = up[j] @ errors[i]
+        target = tiles[j, i] - passed[j] @ along[i] - from_above @ own_along[i]
+        codes = torch.ops.hf_kbit.encode_trellis(tiles_of(target.flatten(0, 1))[0], bits, MOST_LEAD)
+        decoded = torch.ops.hf_kbit.decode_trellis(codes[None], CODE, torch.float32).view_as(target)
+        left = inverse_up[j] @ (target - decoded) @ inverse_along[i]
+        errors.view(across, down, TILE, TILE)[i, j] = left
+        passed.view(down, TILE, across, TILE)[j, :, i] = from_above + own_up[j].mT @ left
+        found[i, j] = codes
+    return found
 
 
 def _best_sizes(rows: torch.Tensor, decoded: torch.Tensor, svh: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:

@@ -26,6 +26,7 @@ logger = logging.get_logger("transformers.hf_kbit")  # as integrations/transform
 SEED = 0
 # Sequences, and tokens of each, unless others are asked for, by the type of the device that computes; "" is any other.
 AMOUNTS = {"cpu": (64, 256), "": (128, 640)}
+TRELLIS_SEQUENCES = {"cpu": 64, "": 512}  # where layers get a trellis, and nothing else is to be read or tuned
 OWN = "text that the model wrote"
 SHARE = 1 / 3  # at least, that a text has of the moments, where it is filled up
 OPENING = 40  # tokens of a sequence that are not written, but the first of a text of the built-in set
@@ -114,6 +115,7 @@ def chosen(
     little: bool,
     asked: tuple[int | None, int | None],
     *,
+    trellis: bool = False,
     tune: int | bool = False,
     device: torch.device | str | None = None,
     progress: bool = False,
@@ -127,7 +129,10 @@ def chosen(
     if text.data is None:
         if little:
             return text.little(), text.name, None
-        own = write(model, *asked, tune=tune, **how)
+        sequences, length = asked
+        if sequences is None and trellis and not tune:
+            sequences = stream.usual(TRELLIS_SEQUENCES, stream.resolve(device, model))
+        own = write(model, sequences, length, tune=tune, **how)
         return replace(text, data=own), text.name if own is None else OWN, None
     if little or asked[0] is not None or not text.needs_tokenizer:
         return text, text.name, None

@@ -77,8 +77,9 @@ def _add_calibrating(parser: ArgumentParser) -> None:
     add(parser, "--tune-whole", about, action=BooleanOptionalAction, default=True)
     add_text(parser, split="train")
     about = (
-        "Number of sequences to calibrate on: the most to take of a text, or what the model writes. Default: 128, or "
-        "64 if the model writes them on a CPU; with --tune 4096 and 256; 16 with --method weighted and no text."
+        "Number of sequences to calibrate on: the most to take of a text, or what the model writes. Default: 128; if "
+        "the model writes them, 512 for a trellis, 64 on a CPU; with --tune 4096, or 256 on a CPU; 16 with --method "
+        "weighted and no text."
     )
     add(parser, "--sequences", about, type=at_least(1))
     about = (

@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def token_weights(model, names, ids, device, batch) -> dict[str, torch.Tensor]:
     """``[sequences, tokens]`` of layers whose inputs have sequences first."""
-    found = sensitivity.token_weights(model, dict.fromkeys(names, 0), batches_of(ids, batch), device)
+    found, _ = sensitivity.token_weights(model, dict.fromkeys(names, 0), batches_of(ids, batch), device)
     return {name: torch.cat(own) for name, own in found.items()}
 
 
@@ -116,7 +116,7 @@ def test_the_weighted_error_of_outputs_falls(monkeypatch):
 def test_all_tokens_count_alike_for_the_head(settings, monkeypatch):
     """Whether it is tied or not."""
     asked, model = [], llama(tie_word_embeddings="embedding_bits" in settings)
-    monkeypatch.setattr(sensitivity, "token_weights", lambda model, names, *how: asked.extend(names) or {})
+    monkeypatch.setattr(sensitivity, "token_weights", lambda model, names, *how: asked.extend(names) or ({}, {}))
     hf_kbit.calibrate(model, IDS, bits=3, **settings)
     assert model.lm_head.bits == 5 and len(asked) == 14 and "lm_head" not in asked
 
@@ -213,6 +213,67 @@ def test_a_model_that_is_larger_than_the_device(device, monkeypatch):
     for name in names:
         torch.testing.assert_close(alone[name], together[name], rtol=1e-4, atol=1e-4)
     assert model.device == CPU
+
+
+@pytest.mark.parametrize(("draws", "apart"), [(1, 1), (2, 1), (2, 2)])
+def test_moments_of_outputs_as_autograd_has_them(draws, apart, monkeypatch):
+    """Of the layers that are asked for, whatever else has weights; of every second batch where half of all are enough.
+    A row that is longer than most, of which there are a few here, is cut to a length of those."""
+    monkeypatch.setitem(sensitivity.DRAWS, "cpu", draws)
+    monkeypatch.setattr(sensitivity, "ROWS", draws * IDS.numel() // apart)
+    monkeypatch.setattr(sensitivity, "MOST", 0.8)
+    model = llama()
+    names = ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"]
+    sizes = {name: model.get_submodule(name).out_features for name in names}
+    dimensions = dict.fromkeys([*names, "model.layers.1.mlp.up_proj"], 0)
+    weights, found = sensitivity.token_weights(model, dimensions, batches_of(IDS, 2), CPU, False, sizes)
+    assert weights.keys() == dimensions.keys() and found.keys() == sizes.keys()
+    outputs, generator = {}, torch.Generator().manual_seed(0)
+    expected = {name: torch.zeros(size, size) for name, size in sizes.items()}
+    cut = 0
+
+    def keep(name, module, args, output):
+        output.retain_grad()
+        outputs[name] = output
+
+    for name in names:
+        model.get_submodule(name).register_forward_hook(partial(keep, name))
+    for number, part in enumerate(IDS.split(2)):
+        logs = model(part, use_cache=False).logits.float().log_softmax(-1).flatten(0, 1)
+        for _ in range(draws):
+            logs.gather(1, draw(logs.detach().exp(), generator)).sum().backward(retain_graph=True)
+            for name, output in outputs.items():
+                squares = output.grad.square().sum(-1, keepdim=True)
+                limit = 0.8 * squares[:, 1:].quantile(0.99)
+                cut += (squares > limit).sum()
+                rows = (output.grad * (limit / squares).clamp(max=1).sqrt()).flatten(0, -2)
+                expected[name] += (number % apart == 0) * (rows.T @ rows)
+                output.grad = None
+    assert 0 < cut < draws * len(names) * IDS.numel() // 4
+    for name in names:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4 * expected[name].max().item())
+
+
+def test_moments_of_outputs_want_room(monkeypatch, caplog):
+    """The smaller ones have it first; where there is none, tokens still have weights. What a CPU is too small for, no
+    other device has."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = llama()
+    names = ["model.layers.0.mlp.up_proj", "model.layers.0.self_attn.k_proj"]
+    sizes = {name: model.get_submodule(name).out_features for name in names}
+    needed = 16 * 2 * 24 * model.config.vocab_size
+    large, small = (64 * size * size for size in sizes.values())
+    said = "hf_kbit: errors of outputs count alike for {} of 2 layers: cpu or the CPU has too little memory for what "
+    for room, kept in ((large, names), (large - 2, names[1:]), (small, names[1:]), (small - 2, [])):
+        caplog.clear()
+        memory = needed + room
+        monkeypatch.setattr(stream, "memory_of", lambda _, memory=memory: (memory, memory))
+        found = sensitivity.token_weights(model, dict.fromkeys(names, 0), batches_of(IDS, 2), CPU, False, sizes)
+        assert [sorted(each) for each in found] == [sorted(names), sorted(kept)]
+        missing = 2 - len(kept)
+        assert told(caplog) == ({said.format(missing) + "they cost together"} if missing else set())
+    monkeypatch.setattr(stream, "memory_of", lambda _: (small - 2, small - 2))
+    assert sensitivity._with_room(sizes, large, torch.device("meta")) == {}
 
 
 def test_layers_that_read_some_of_the_tokens_have_no_weights(monkeypatch, caplog):

@@ -1,5 +1,7 @@
 """Feedback for trellises, beside its definition; and models that are calibrated to have them."""
 
+import itertools
+
 import pytest
 import torch
 from architectures import BY_NAME
@@ -8,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitConfig
-from hf_kbit.calibration import trellis
+from hf_kbit.calibration import sensitivity, trellis
 from hf_kbit.format.trellis import MOST_LEAD, TrellisDecoding, block_of, encode, inner, rotate, tiles_of
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.weight import trellis_packing
@@ -45,6 +47,54 @@ def test_less_error_than_without_data(shape, device):
         )
     )
     assert error(ours, hessian) < 0.7 * error(plain, hessian)  # measured: 0.53 to 0.57 at 3 bits
+
+
+def moments_of_outputs(rows: int) -> torch.Tensor:
+    g = torch.randn(4 * rows, rows) @ torch.randn(rows, rows)
+    return g.T @ g
+
+
+@pytest.mark.parametrize("shape", [(64, 96), (100, 72)])
+def test_errors_of_outputs_make_up_for_one_another(shape, device):
+    """Where it is known what they cost together."""
+    weight, hessian, decoding = problem(*shape)
+    outputs = moments_of_outputs(shape[0])
+    weight, hessian, outputs = (each.to(device) for each in (weight, hessian, outputs))
+    both, alone = (
+        decoded(trellis.solve(weight, hessian, decoding, True, outputs=its), shape) - weight for its in (outputs, None)
+    )
+    costs = [((outputs.double() @ error.double() @ hessian.double()) * error).sum().item() for error in (both, alone)]
+    assert costs[0] < 0.8 * costs[1]
+
+
+def test_outputs_that_cost_alike():
+    """Whose U is the identity: codes are those of the inputs alone."""
+    weight, hessian, _ = problem(64, 96)
+    root = trellis.inverse_root(hessian, trellis.damping_of(hessian, trellis.DAMPING))
+    found = trellis._encoded_on_both_sides(weight, root, torch.eye(64), 2)
+    assert torch.equal(found, trellis._encoded(weight, root, 2))
+
+
+def test_both_sides_as_by_definition():
+    """Each tile is encoded as the least squares in float64 want it, of the weights to come those that make up best for
+    the errors of all that are encoded, one column of tiles after another."""
+    weight, hessian, _ = problem(32, 48)
+    outputs = moments_of_outputs(32)
+    roots = [trellis.inverse_root(each, trellis.damping_of(each, 0.03)) for each in (hessian, outputs)]
+    found = inner(trellis._encoded_on_both_sides(weight, *roots, 2), "mul1", torch.float64)
+    damped = [each.double() + 0.03 * each.diagonal().mean() * torch.eye(len(each)) for each in (hessian, outputs)]
+    whole = torch.kron(damped[0], damped[1])  # of columns of the weight one after another
+    aim, made = weight.double().T.flatten(), found.T.flatten()
+    done = torch.zeros(32, 48, dtype=torch.bool)
+    for column, row in itertools.product(range(0, 48, 16), range(0, 32, 16)):
+        place, closed, moved = (slice(row, row + 16), slice(column, column + 16)), done.T.flatten(), aim.clone()
+        # For errors E of what is done the least is where H[open, open] x = -H[open, done] E.
+        right = whole[~closed][:, closed] @ (made - aim)[closed]
+        moved[~closed] -= torch.linalg.solve(whole[~closed][:, ~closed], right)
+        tile = moved.view(48, 32).T[place].float()
+        own = inner(encode(tiles_of(tile)[0], 2, MOST_LEAD)[None], "mul1", torch.float64)
+        assert torch.equal(own, found[place])
+        done[place] = True
 
 
 def test_as_by_definition():
@@ -113,6 +163,33 @@ def test_a_model(method, tmp_path, monkeypatch):
     assert same(tensors(model), tensors(again))
     model.save_pretrained(tmp_path / "packed")
     assert same(tensors(model), tensors(AutoModelForCausalLM.from_pretrained(tmp_path / "packed")))
+
+
+def test_what_errors_of_outputs_cost(monkeypatch):
+    """Each layer with a trellis is solved for its own, of those that are known; with levels nothing is asked."""
+    known, solved, find, solve = {}, {}, sensitivity.token_weights, trellis.solve
+    left = "model.layers.0.mlp.up_proj"
+
+    def found(*given):
+        weights, outputs = find(*given)
+        known.update(outputs)
+        outputs.pop(left, None)
+        return weights, outputs
+
+    def record(weight, hessian, decoding, balances, name, outputs):
+        solved[name.removesuffix(".weight")] = outputs
+        return solve(weight, hessian, decoding, balances, name, outputs)
+
+    monkeypatch.setattr(sensitivity, "token_weights", found)
+    monkeypatch.setattr(trellis, "solve", record)
+    model = hf_kbit.calibrate(llama(**SMALL), IDS, bits=2, codebook="trellis")
+    assert solved.keys() == known.keys() == packed_layers(model).keys()
+    assert solved.pop(left) is None
+    for name, outputs in solved.items():
+        assert outputs.shape == 2 * (model.get_submodule(name).out_features,) and torch.equal(outputs, known[name])
+    known.clear()
+    hf_kbit.calibrate(llama(**SMALL), IDS, bits=2)
+    assert not known
 
 
 def test_experts():

@@ -14,8 +14,10 @@ from tokenizers.processors import TemplateProcessing
 from transformers import LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration import stream, writing
+from hf_kbit.calibration import stream, tuning, writing
 from hf_kbit.calibration.data import PROMPTS, Text
+from hf_kbit.calibration.layerwise import Calibration
+from hf_kbit.calibration.post_training import MEASURED
 from hf_kbit.calibration.writing import OPENING, write
 from hf_kbit.nn.weight import packed_layers
 
@@ -180,6 +182,30 @@ def test_a_short_text_is_filled_up():
     assert read(ids) == ([tuple(row) for row in ids.tolist()], name)
     encoder = BY_NAME["bert-masked"].build()
     assert read("a" * 10, of=encoder)[1] == name
+
+
+def test_more_is_written_for_a_trellis(monkeypatch):
+    """By itself, where no amount is asked for; not to fill up a text, to tune, or for widths of what "weighted" does.
+    Levels get as much as before."""
+    monkeypatch.setattr(writing, "AMOUNTS", {"": (2, 16)})
+    monkeypatch.setattr(writing, "TRELLIS_SEQUENCES", {"": 5})
+    monkeypatch.setattr(tuning, "AMOUNTS", {"": (4, 16)})
+    read, run = [], Calibration.run
+    monkeypatch.setattr(Calibration, "run", lambda self: read.append(len(self.text)) or run(self))
+
+    def told(word, line):
+        if word == "measuring":
+            read.append(int(line.split(" on ")[1].split()[0]) // 16)
+
+    trellis = {"bits": 2, "codebook": "trellis"}
+    for how in (trellis, {"bits": 2}, trellis | {"sequences": 3}, trellis | {"tune": 1}):
+        hf_kbit.calibrate(llama(), **how)
+    hf_kbit.calibrate(llama(), "filled up", tokenizer=byte_tokenizer(), **trellis)
+    assert read == [5, 2, 3, 4, 2]
+    for how, count in (({}, 5), ({"method": "weighted"}, 2)):
+        read.clear()
+        hf_kbit.quantize_model(llama(), calibrate=True, report=told, **trellis | {"bits": 2.5} | how)
+        assert read == [min(count, MEASURED[0]), count]
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from hf_kbit import cli, codebooks
 from hf_kbit.calibration import tuning
 from hf_kbit.calibration.data import LENGTH, LITTLE, SEQUENCES
 from hf_kbit.calibration.solving import METHODS
-from hf_kbit.calibration.writing import AMOUNTS
+from hf_kbit.calibration.writing import AMOUNTS, TRELLIS_SEQUENCES
 from hf_kbit.plan.config import TRELLIS
 
 FULL = "the disk is full, or a file must not be so large"
@@ -152,8 +152,9 @@ def test_help_has_the_figures_and_names_of_the_code():
         (
             "quantize",
             "sequences",
-            f"{SEQUENCES}, or {AMOUNTS['cpu'][0]} if the model writes them on a CPU; with --tune "
-            f"{tuning.AMOUNTS[''][0]} and {tuning.AMOUNTS['cpu'][0]}; {LITTLE[0]} with --method weighted and no text",
+            f"{SEQUENCES}; if the model writes them, {TRELLIS_SEQUENCES['']} for a trellis, {AMOUNTS['cpu'][0]} on a "
+            f"CPU; with --tune {tuning.AMOUNTS[''][0]}, or {tuning.AMOUNTS['cpu'][0]} on a CPU; {LITTLE[0]} with "
+            "--method weighted and no text",
         ),
         (
             "quantize",
@@ -163,4 +164,5 @@ def test_help_has_the_figures_and_names_of_the_code():
         ),
     ]:
         assert help_of(command, name).endswith(f"Default: {default}."), (command, name)
+    assert TRELLIS_SEQUENCES["cpu"] == AMOUNTS["cpu"][0]
     assert AMOUNTS[""][0] == SEQUENCES and AMOUNTS["cpu"][1] == LITTLE[1]
