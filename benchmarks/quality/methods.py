@@ -19,8 +19,9 @@ import hf_kbit
 from benchmarks.quality.data import training_text
 from hf_kbit.calibration.data import Text
 from hf_kbit.calibration.solving import METHODS
+from hf_kbit.calibration.stream import usual
 from hf_kbit.calibration.widths import choose_widths
-from hf_kbit.calibration.writing import write
+from hf_kbit.calibration.writing import TRELLIS_SEQUENCES, write
 from hf_kbit.format.spec import BITS
 
 HEADS = ("lm_head", "pooler.dense")  # of a Llama and of all-MiniLM-L6-v2, whose own is of no use to it
@@ -162,12 +163,16 @@ def calibrate(model: nn.Module, data: torch.Tensor, **choices) -> nn.Module:
     return hf_kbit.calibrate(model, data, batch=max(BATCH_TOKENS // amount(model)["length"], 1), **choices)
 
 
-def own_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
+def own_sequences(folder: Path, model: nn.Module, count: int | None = None) -> torch.Tensor:
     """What hf_kbit takes when it is given no text: the model writes it; where it cannot, it is the built-in text."""
-    written = write(model)
+    written = write(model, count)
     if written is None:
         written = torch.stack(Text(None, AutoTokenizer.from_pretrained(folder), **amount(model)).ids(model))
     return written.cpu()
+
+
+def own_sequences_for_trellises(folder: Path, model: nn.Module) -> torch.Tensor:
+    return own_sequences(folder, model, usual(TRELLIS_SEQUENCES, model.device))
 
 
 def built_in_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
@@ -289,7 +294,7 @@ def kbit_methods() -> list[Method]:
             ("", load_kbit),
             (f", weighted{BUILT_IN}", partial(load_calibrated, method="weighted", data=built_in_sequences)),
             (", feedback", partial(load_calibrated, method="feedback")),
-            (f", feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences)),
+            (f", feedback{OWN_TEXT}", partial(load_calibrated, method="feedback", data=own_sequences_for_trellises)),
             (f", feedback{OWN_TEXT}{TUNED}", load_tuned),
         )
     ]
