@@ -32,9 +32,7 @@ NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device bes
 SAMPLE = (2, 16)  # sequences, and tokens of each, whose gradients are computed in two ways, and compared
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
-ROWS = (
-    5 << 16
-)  # of gradients, at most or a few more, whose products are summed for what errors of outputs cost together
+ROWS = 5 << 16  # of gradients, some at most, whose products are summed for what errors of outputs cost together
 COPIES = 8  # of such a sum, that are in memory while it is used
 
 
