@@ -192,7 +192,7 @@ class Calibration:
         self.errors: list[tuple[float, float]] = []  # of layers' outputs, before and after they were tuned
         self.without_data: list[bool] = []  # for each expert's projection
         self.token_weights: dict[str, list[torch.Tensor]] = {}  # of layers for which tokens do not count alike
-        self.outputs: dict[str, torch.Tensor] = {}  # of layers, what errors of their outputs cost together
+        self.outputs: dict[str, list[torch.Tensor]] = {}  # of layers, what errors of their outputs cost together
         self.dimensions: dict[str, int | None] = {}  # which is that of sequences, of what layers are given
         self.finished: Finished | None = None
         self.unmapped: tuple[str, list[str]] | None = None  # a layer that a file has, and what is in it

@@ -35,17 +35,18 @@ def round_linear(
     dense: nn.Module,
     moments: Moments,
     solver: ModuleType,
-    outputs: torch.Tensor | None = None,
+    outputs: list[torch.Tensor] | None = None,
 ) -> str:
-    """Returns why the weight is not transformed, if it was to be. ``outputs`` are those of ``trellis.solve``."""
+    """Returns why the weight is not transformed, if it was to be. ``outputs`` are blocks of the diagonal of those of
+    ``trellis.solve``."""
     moments.check(name)
     weight = dense.weight.T if isinstance(dense, Conv1D) else dense.weight
     # Feedback lost more with column scales for the inputs: it has all of their moments anyway.
     columns = balance_for(weight, moments.second) if solver.DIAGONAL else None
     weight = aim(weight.float(), moments)
     if _has_trellis(layer, solver):
-        outputs = None if outputs is None else outputs.to(weight.device)
-        how = layer.decoding, layer.recipe.balances, f"{name}.weight", outputs
+        together = outputs and torch.block_diag(*(block.to(weight.device) for block in outputs))
+        how = layer.decoding, layer.recipe.balances, f"{name}.weight", together
         layer.load(trellis.solve(weight, moments.second, *how))
         return ""
     how = layer.quantize(weight, f"{name}.weight", columns)

@@ -33,7 +33,8 @@ SAMPLE = (2, 16)  # sequences, and tokens of each, whose gradients are computed 
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
 ROWS = 5 << 16  # of gradients, some at most, whose products are summed for what errors of outputs cost together
-COPIES = 8  # of such a sum, that are in memory while it is used
+BLOCK = 2048  # outputs of which that is known; a multiple of the blocks that a trellis is rotated in
+COPIES = 8  # of float32 [N, N] for N outputs, that are in memory while it is used
 
 
 def gradients(
@@ -105,15 +106,16 @@ def token_weights(
     device: torch.device,
     progress: bool = False,
     outputs: Mapping[str, int] | None = None,
-) -> tuple[dict[str, list[torch.Tensor]], dict[str, torch.Tensor]]:
+) -> tuple[dict[str, list[torch.Tensor]], dict[str, list[torch.Tensor]]]:
     """``{name: [float32 [sequences, tokens] on the CPU of each batch]}``: how much tokens count for linear layers of a
     causal language model, some 1 on average; the same each time on the same machine. All of the model is on ``device``
     meanwhile, or, where that is too small for it, one layer after another, which goes there and back for each few
     sequences. ``dimensions`` says which one is that of sequences in what a layer is given (``check.rows_of``).
 
-    And ``{name: float32 [N, N] on the CPU}``, what errors of the outputs cost together, of layers whose out_features N
+    And ``{name: [float32 [n, n] on the CPU]}``, what errors of the outputs cost together, of layers whose out_features
     ``outputs`` tells: the sum of ``g @ g.T`` over gradients by what they make of tokens, no ``g`` much longer than
-    most. Only so many layers have it, those with few out_features first, as half of the memory has room for.
+    most; blocks of its diagonal, for up to ``BLOCK`` outputs each. Only so many layers have it, those with few
+    out_features first, as half of the memory has room for.
 
     Layers are left out that make another number of rows than there are tokens, or whose gradients overflow. There are
     none of another model, or of one whose code has no way back.
@@ -140,7 +142,7 @@ def token_weights(
         if not fits:
             logger.info("hf_kbit: %s is too small for the model: its layers go there one after another", device)
         sums = _with_room(outputs or {}, memory - needed, device)
-        needed += 4 * sum(size * size for size in sums.values())
+        needed += 4 * sum(size * size for sizes in sums.values() for size in sizes)
         if fits and needed > free:  # layer by layer would give other bytes, and what is free may be other each time
             raise MemoryError(
                 f"calibrate: found {free / 1e9:,.1f} GB free on {device}, expected {needed / 1e9:,.1f} for gradients "
@@ -148,7 +150,7 @@ def token_weights(
             )
         generator, draws = torch.Generator(device).manual_seed(SEED), stream.usual(DRAWS, device)
         squares = [torch.zeros((len(names), *ids.shape), device=device) for ids in batches]
-        moments = {name: torch.zeros(size, size, device=device) for name, size in sums.items()}
+        moments = {name: [torch.zeros(n, n, device=device) for n in sizes] for name, sizes in sums.items()}
         apart = -(-draws * sum(ids.numel() for ids in batches) // ROWS)
         pieces = [
             piece
@@ -173,17 +175,18 @@ def token_weights(
     found = {name: own for name, own in found.items() if own is not None}
     if len(found) < len(names):
         logger.warning("hf_kbit: all tokens count alike for %d of %d layers", len(names) - len(found), len(names))
-    return found, {name: own.cpu() for name, own in moments.items() if name in found and own.isfinite().all()}
+    known = {name: [block.cpu() for block in own] for name, own in moments.items() if name in found}
+    return found, {name: own for name, own in known.items() if all(block.isfinite().all() for block in own)}
 
 
-def _with_room(outputs: Mapping[str, int], memory: int, device: torch.device) -> dict[str, int]:
-    """Those of ``outputs`` whose moments fit into half of so much memory of ``device``, and of the CPU's, where they
-    are kept; the smallest first. What computes with them takes a few more of them at once."""
-    room = min(memory, stream.memory_of(torch.device("cpu"))[1]) // 2
-    found, largest = {}, room // COPIES
+def _with_room(outputs: Mapping[str, int], memory: int, device: torch.device) -> dict[str, list[int]]:
+    """Sizes of the blocks of those of ``outputs`` whose moments fit into half of so much memory of ``device``, and of
+    the CPU's, where they are kept; the smallest first."""
+    room, found = min(memory, stream.memory_of(torch.device("cpu"))[1]) // 2, {}
     for name, size in sorted(outputs.items(), key=lambda each: each[1]):
-        room -= 4 * size * size
-        if room < 0 or 4 * size * size > largest:
+        blocks = [min(BLOCK, size - start) for start in range(0, size, BLOCK)]
+        room -= 4 * sum(n * n for n in blocks)
+        if room < 0 or COPIES * 4 * size * size > memory:
             logger.warning(
                 "hf_kbit: errors of outputs count alike for %d of %d layers: %s or the CPU has too little memory for "
                 "what they cost together",
@@ -192,7 +195,7 @@ def _with_room(outputs: Mapping[str, int], memory: int, device: torch.device) ->
                 device,
             )
             break
-        found[name] = size
+        found[name] = blocks
     return found
 
 
@@ -231,7 +234,7 @@ def check_gradients(
 
 def _add(
     squares: dict[str, torch.Tensor],
-    moments: dict[str, torch.Tensor],
+    moments: dict[str, list[torch.Tensor]],
     dimensions: Mapping[str, int | None],
     name: str,
     module,
@@ -250,7 +253,8 @@ def _add(
     if name in moments:
         limit = MOST * torch.quantile(found[:, min(1, found.shape[1] - 1) :], QUANTILE)
         rows = (rows * torch.where(found > limit, limit / found, 1.0).sqrt()[..., None]).flatten(0, -2)
-        moments[name].addmm_(rows.T, rows)
+        for block, part in zip(moments[name], rows.split(BLOCK, 1), strict=True):
+            block.addmm_(part.T, part)
 
 
 def _weights(squares: list[torch.Tensor]) -> list[torch.Tensor] | None:
