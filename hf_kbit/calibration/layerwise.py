@@ -318,6 +318,7 @@ class Calibration:
         if names and self.finished is not None:
             self.unmapped = unit, names
         for name, layer in new.items():
+            self.outputs.pop(name, None)
             site = self.plan.sites[name]
             if site.kind is KbitProjection:
                 setattr(site.home, site.own, layer)
@@ -408,7 +409,7 @@ class Calibration:
                 weights, dimension = self._weights(group.names), self.dimensions[group.names[0]]
                 found = moments.moments(like, group, runs, self.solver.DIAGONAL, weights, dimension)
                 for name in group.names:
-                    how = found, self.solver, self.outputs.pop(name, None)
+                    how = found, self.solver, self.outputs.get(name)
                     self._tell(name, round_linear(name, new[name], dense[name], *how))
             done |= {name: new[name] for name in group.names}
 
