@@ -227,7 +227,7 @@ class Calibration:
                 head = model.get_output_embeddings()
                 names = [name for name, site in sites.items() if site not in projections and site.home is not head]
                 trellises = [name for name in names if isinstance(plan.decodings[name], TrellisDecoding)]
-                self.token_weights, self.outputs = sensitivity.token_weights(
+                self.token_weights, self.outputs = sensitivity.weigh(
                     model,
                     {name: self.dimensions[name] for name in names},
                     self.batches,

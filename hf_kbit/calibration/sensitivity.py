@@ -32,7 +32,7 @@ NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device bes
 SAMPLE = (2, 16)  # sequences, and tokens of each, whose gradients are computed in two ways, and compared
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
-ROWS = 5 << 16  # of gradients, some at most, whose products are summed for what errors of outputs cost together
+ROWS = 5 << 16  # gradients at most, whose products are summed: what errors of outputs cost together
 BLOCK = 2048  # outputs of which that is known; a multiple of the blocks that a trellis is rotated in
 COPIES = 8  # of float32 [N, N] for N outputs, that are in memory while it is used
 
@@ -99,7 +99,7 @@ class _Watched(torch.autograd.Function):
         return None, gradient, torch.zeros(()), *[None] * len(given)
 
 
-def token_weights(
+def weigh(
     model: PreTrainedModel,
     dimensions: Mapping[str, int | None],
     batches: Sequence[torch.Tensor],
@@ -241,7 +241,8 @@ def _add(
     given,
     gradient: torch.Tensor,
 ) -> None:
-    """Adds those of one layer's outputs up, in place; NaN where its rows are not the tokens."""
+    """Adds those of one layer's outputs up, in place; NaN where its rows are not the tokens. And their products, if
+    the layer has ``moments``."""
     own = squares[name]
     rows = rows_of(gradient, dimensions[name], len(own))
     if rows is None or rows.shape[:-1] != own.shape:

@@ -66,7 +66,7 @@ def solve(
     scales = scales.times(best_factor(weight, decoding, scales))
     order, places, root = _in_turn(hessian, scales.suh, decoding.block, DAMPING)
     trellis, svh = [], []
-    step = ROWS if outputs is None else max(ROWS, len(scales.svh))
+    step = ROWS if outputs is None else len(scales.svh)
     for start in range(0, len(weight), step):
         rows, own = weight[start : start + step], scales.svh[start : start + step]
         columns = inner_of(rows, scales.suh, own, decoding.block)[:, places]

@@ -184,7 +184,7 @@ def test_gradients_that_are_lost():
     with pytest.raises(ValueError, match=r"layers\.\d\.\S+: found gradients that differ by .*%"):
         measure(model, IDS, KbitConfig(bits=2))
     names = list(selection.Packable(model).choose(KbitConfig()))
-    assert sensitivity.token_weights(model, dict.fromkeys(names, 0), [IDS], CPU) == ({}, {})
+    assert sensitivity.weigh(model, dict.fromkeys(names, 0), [IDS], CPU) == ({}, {})
 
 
 # --- where sequences are --------------------------------------------------------------------------

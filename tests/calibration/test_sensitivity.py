@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 def token_weights(model, names, ids, device, batch) -> dict[str, torch.Tensor]:
     """``[sequences, tokens]`` of layers whose inputs have sequences first."""
-    found, _ = sensitivity.token_weights(model, dict.fromkeys(names, 0), batches_of(ids, batch), device)
+    found, _ = sensitivity.weigh(model, dict.fromkeys(names, 0), batches_of(ids, batch), device)
     return {name: torch.cat(own) for name, own in found.items()}
 
 
@@ -116,7 +116,7 @@ def test_the_weighted_error_of_outputs_falls(monkeypatch):
 def test_all_tokens_count_alike_for_the_head(settings, monkeypatch):
     """Whether it is tied or not."""
     asked, model = [], llama(tie_word_embeddings="embedding_bits" in settings)
-    monkeypatch.setattr(sensitivity, "token_weights", lambda model, names, *how: asked.extend(names) or ({}, {}))
+    monkeypatch.setattr(sensitivity, "weigh", lambda model, names, *how: asked.extend(names) or ({}, {}))
     hf_kbit.calibrate(model, IDS, bits=3, **settings)
     assert model.lm_head.bits == 5 and len(asked) == 14 and "lm_head" not in asked
 
@@ -228,7 +228,7 @@ def test_moments_of_outputs_as_autograd_has_them(draws, apart, block, monkeypatc
     names = ["model.layers.0.self_attn.k_proj", "model.layers.1.mlp.down_proj"]
     sizes = {name: model.get_submodule(name).out_features for name in names}
     dimensions = dict.fromkeys([*names, "model.layers.1.mlp.up_proj"], 0)
-    weights, found = sensitivity.token_weights(model, dimensions, batches_of(IDS, 2), CPU, False, sizes)
+    weights, found = sensitivity.weigh(model, dimensions, batches_of(IDS, 2), CPU, False, sizes)
     assert weights.keys() == dimensions.keys() and found.keys() == sizes.keys()
     outputs, generator = {}, torch.Generator().manual_seed(0)
     expected = {name: torch.zeros(size, size) for name, size in sizes.items()}
@@ -273,7 +273,7 @@ def test_moments_of_outputs_want_room(monkeypatch, caplog):
         caplog.clear()
         memory = needed + room
         monkeypatch.setattr(stream, "memory_of", lambda _, memory=memory: (memory, memory))
-        found = sensitivity.token_weights(model, dict.fromkeys(names, 0), batches_of(IDS, 2), CPU, False, sizes)
+        found = sensitivity.weigh(model, dict.fromkeys(names, 0), batches_of(IDS, 2), CPU, False, sizes)
         assert [sorted(each) for each in found] == [sorted(names), sorted(kept)]
         missing = 2 - len(kept)
         assert told(caplog) == ({said.format(missing) + "they cost together"} if missing else set())

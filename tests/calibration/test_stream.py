@@ -76,14 +76,14 @@ def test_moments(row, batch, diagonal, length, monkeypatch):
     solver = Recorder(diagonal)
     monkeypatch.setitem(METHODS, "recorder", solver)
     monkeypatch.setattr(rounding, "aim", solver.aim)
-    weights, find = {}, sensitivity.token_weights
+    weights, find = {}, sensitivity.weigh
 
     def kept(*given):
         found = find(*given)
         weights.update({name: torch.cat(own) for name, own in found[0].items()})
         return found
 
-    monkeypatch.setattr(sensitivity, "token_weights", kept)
+    monkeypatch.setattr(sensitivity, "weigh", kept)
     mixture = any(name.endswith(".experts") for name, _ in model.named_modules())
     left = {"modules_to_not_convert": ["experts"]} if mixture else {}  # test_experts.py has those
     hf_kbit.calibrate(model, ids, method="recorder", batch=batch, device="cpu", bits=2, **left)

@@ -171,7 +171,7 @@ def test_a_model(method, tmp_path, monkeypatch):
 
 def test_what_errors_of_outputs_cost(monkeypatch):
     """Each layer with a trellis is solved for its own, of those that are known; with levels nothing is asked."""
-    known, solved, find, solve = {}, {}, sensitivity.token_weights, trellis.solve
+    known, solved, find, solve = {}, {}, sensitivity.weigh, trellis.solve
     monkeypatch.setattr(sensitivity, "BLOCK", 32)  # gate_proj and up_proj have 40 outputs
     left = "model.layers.0.mlp.up_proj"
 
@@ -185,7 +185,7 @@ def test_what_errors_of_outputs_cost(monkeypatch):
         solved[name.removesuffix(".weight")] = outputs
         return solve(weight, hessian, decoding, balances, name, outputs)
 
-    monkeypatch.setattr(sensitivity, "token_weights", found)
+    monkeypatch.setattr(sensitivity, "weigh", found)
     monkeypatch.setattr(trellis, "solve", record)
     model = hf_kbit.calibrate(llama(**SMALL), IDS, bits=2, codebook="trellis")
     assert solved.keys() == known.keys() == packed_layers(model).keys()

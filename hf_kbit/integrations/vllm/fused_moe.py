@@ -218,7 +218,7 @@ class KbitExpertsMethod(FusedMoEMethodBase):
     @property
     def supports_internal_mk(self) -> bool:
         """Whether ``apply`` exchanges tokens with other processes, as kernels of vLLM do. Else vLLM does it before it
-        routes them, for which its routers (0.32, 0.33) fail: they know of a process's own tokens which are padding."""
+        routes them, for which its routers (0.33) fail: they know of a process's own tokens which are padding."""
         return True
 
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input) -> torch.Tensor:
