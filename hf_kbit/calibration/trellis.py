@@ -2,12 +2,14 @@
 layer's outputs, those to come make up for: tiles of the in_features behind them, and of the out_features too if it is
 known what errors of outputs cost together."""
 
+import math
+
 import torch
 import torch.nn.functional as F
 
 from hf_kbit.calibration.feedback import inverse_root
 from hf_kbit.calibration.moments import damping_of
-from hf_kbit.format.trellis import MOST_LEAD, TILE, TrellisDecoding, rotate, tiles_of
+from hf_kbit.format.trellis import INPUT, MOST_LEAD, OUTPUT, TILE, TrellisDecoding, rotate, tiles_of
 from hf_kbit.weight.tensor import Packed
 from hf_kbit.weight.trellis_packing import (
     CODE,
@@ -24,6 +26,7 @@ from hf_kbit.weight.trellis_packing import (
 DAMPING = 0.03
 OUTPUT_DAMPING = 0.03  # the same of the outputs' Hessian
 ROWS = 1 << 15  # out_features that are solved at once, a multiple of all blocks
+PART = 256  # of a strip of tiles, what a product sums at once
 
 
 def solve(
@@ -124,30 +127,48 @@ def _encoded_on_both_sides(
     """``_encoded`` with U of both sides. Tile (j, i) leaves e, and tiles that come later on both sides lose their part
     of ``outputs[j].T @ E @ inputs[i]``, E being ``inv(outputs[j, j]).T @ e @ inv(inputs[i, i])``; none of a diagonal
     needs another of it."""
-    rows, width = weight.shape
-    down, across = rows // TILE, width // TILE
-    tiles = weight.reshape(down, TILE, across, TILE).transpose(1, 2)
-    up, along = outputs.T.reshape(down, TILE, rows), inputs.view(width, across, TILE).transpose(0, 1)
-    own_up, own_along = (
-        torch.stack([root[n : n + TILE, n : n + TILE] for n in range(0, len(root), TILE)])
-        for root in (outputs, inputs)
-    )
-    inverse_up, inverse_along = torch.linalg.inv(own_up).mT, torch.linalg.inv(own_along)
-    errors = weight.new_zeros(across, rows, TILE)  # E, by columns of tiles
-    passed = weight.new_zeros(down, TILE, width)  # outputs.T @ E, by rows of tiles
+    down, across = (size // TILE for size in weight.shape)
+    # Rows of tiles, the last first: so the tiles that are encoded together lie on a diagonal from the left above to
+    # the right below, of which torch has views, and their strips of both sides are slices.
+    tiles = weight.view(down, TILE, across, TILE).transpose(1, 2).flip(0)
+    outputs = outputs.view(down, TILE, down, TILE).flip(0, 2).flatten(2).flatten(0, 1)
+    above, along = _strips(outputs), _strips(inputs)
+    own_above, own_along = (strips.unflatten(1, (-1, TILE)).diagonal().movedim(-1, 0) for strips in (above, along))
+    inverse_above, inverse_along = torch.linalg.inv(own_above).mT, torch.linalg.inv(own_along)
+    errors = weight.new_zeros(across, down, TILE, TILE)  # E
+    passed = weight.new_zeros(down, across, TILE, TILE)  # tiles of outputs.T @ E, each transposed
     found = torch.empty(across, down, 16 * bits, dtype=torch.int16, device=weight.device)
-    for diagonal in range(down + across - 1):
-        i = torch.arange(max(0, diagonal - down + 1), min(diagonal, across - 1) + 1, device=weight.device)
-        j = diagonal - i
-        from_above = up[j] @ errors[i]
-        target = tiles[j, i] - passed[j] @ along[i] - from_above @ own_along[i]
-        codes = torch.ops.hf_kbit.encode_trellis(tiles_of(target.flatten(0, 1))[0], bits, MOST_LEAD)
+    places = (OUTPUT * TILE + INPUT).to(weight.device)
+    for offset in range(down - 1, -across, -1):  # of the row, over the column
+        row, column = max(offset, 0), max(-offset, 0)
+        count = min(down - row, across - column)
+        j, i = slice(row, row + count), slice(column, column + count)
+        from_above = _product(above[j], errors[i].flatten(1, 2))
+        target = _diagonal(tiles, -offset) - _product(passed[j].flatten(1, 2), along[i]) - from_above @ own_along[i]
+        codes = torch.ops.hf_kbit.encode_trellis(target.flatten(1)[:, places], bits, MOST_LEAD)
         decoded = torch.ops.hf_kbit.decode_trellis(codes[None], CODE, torch.float32).view_as(target)
-        left = inverse_up[j] @ (target - decoded) @ inverse_along[i]
-        errors.view(across, down, TILE, TILE)[i, j] = left
-        passed.view(down, TILE, across, TILE)[j, :, i] = from_above + own_up[j].mT @ left
-        found[i, j] = codes
-    return found
+        left = inverse_above[j] @ (target - decoded) @ inverse_along[i]
+        _diagonal(errors, offset).copy_(left)
+        _diagonal(passed, -offset).copy_((from_above + own_above[j].mT @ left).mT)
+        _diagonal(found, offset).copy_(codes)
+    return found.flip(1)
+
+
+def _strips(root: torch.Tensor) -> torch.Tensor:
+    """Of a square matrix, ``[n, K, 16]``: the columns of each tile."""
+    return root.view(len(root), -1, TILE).transpose(0, 1).contiguous()
+
+
+def _diagonal(tiles: torch.Tensor, offset: int) -> torch.Tensor:
+    """Of ``[n, m, ...]``, a view with the tiles of a diagonal first."""
+    return tiles.diagonal(offset).movedim(-1, 0)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """``left.mT @ right`` of strips, ``[n, K, 16]``, summed over parts of K: as whole products, so small and so long,
+    they would keep a few processors of a GPU busy."""
+    part = math.gcd(left.shape[1], PART)
+    return (left.unflatten(1, (-1, part)).mT @ right.unflatten(1, (-1, part))).sum(1)
 
 
 def _best_sizes(rows: torch.Tensor, decoded: torch.Tensor, svh: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
