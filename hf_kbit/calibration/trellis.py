@@ -9,7 +9,7 @@ import torch.nn.functional as F
 
 from hf_kbit.calibration.feedback import inverse_root
 from hf_kbit.calibration.moments import damping_of
-from hf_kbit.format.trellis import INPUT, MOST_LEAD, OUTPUT, TILE, TrellisDecoding, rotate, tiles_of
+from hf_kbit.format.trellis import MOST_LEAD, TILE, TrellisDecoding, rotate, tiles_of
 from hf_kbit.weight.tensor import Packed
 from hf_kbit.weight.trellis_packing import (
     CODE,
@@ -138,14 +138,13 @@ def _encoded_on_both_sides(
     errors = weight.new_zeros(across, down, TILE, TILE)  # E
     passed = weight.new_zeros(down, across, TILE, TILE)  # tiles of outputs.T @ E, each transposed
     found = torch.empty(across, down, 16 * bits, dtype=torch.int16, device=weight.device)
-    places = (OUTPUT * TILE + INPUT).to(weight.device)
     for offset in range(down - 1, -across, -1):  # of the row, over the column
         row, column = max(offset, 0), max(-offset, 0)
         count = min(down - row, across - column)
         j, i = slice(row, row + count), slice(column, column + count)
         from_above = _product(above[j], errors[i].flatten(1, 2))
         target = _diagonal(tiles, -offset) - _product(passed[j].flatten(1, 2), along[i]) - from_above @ own_along[i]
-        codes = torch.ops.hf_kbit.encode_trellis(target.flatten(1)[:, places], bits, MOST_LEAD)
+        codes = torch.ops.hf_kbit.encode_trellis(tiles_of(target.flatten(0, 1))[0], bits, MOST_LEAD)
         decoded = torch.ops.hf_kbit.decode_trellis(codes[None], CODE, torch.float32).view_as(target)
         left = inverse_above[j] @ (target - decoded) @ inverse_along[i]
         _diagonal(errors, offset).copy_(left)

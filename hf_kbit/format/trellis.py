@@ -11,6 +11,7 @@ and there are no scales of blocks: both sides are rotated in blocks of 128, and 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -134,7 +135,14 @@ def tiles_of(inner: torch.Tensor) -> torch.Tensor:
     True
     """
     tiles = inner.unflatten(1, (-1, TILE)).unflatten(0, (-1, TILE)).permute(2, 0, 1, 3).flatten(2)
-    return tiles[..., (OUTPUT * TILE + INPUT).to(inner.device)]
+    return tiles[..., _in_tile(inner.device)]
+
+
+@cache
+def _in_tile(device: torch.device) -> torch.Tensor:
+    """int64 ``[256]``: where in a tile its weights lie. Kept, for a copy to a GPU waits for all before it."""
+    with torch.inference_mode(False):
+        return (OUTPUT * TILE + INPUT).to(device)
 
 
 def to_units(targets: torch.Tensor, bits: int) -> torch.Tensor:
