@@ -133,7 +133,7 @@ def _encoded_on_both_sides(
     tiles = weight.view(down, TILE, across, TILE).transpose(1, 2).flip(0)
     outputs = outputs.view(down, TILE, down, TILE).flip(0, 2).flatten(2).flatten(0, 1)
     above, along = _strips(outputs), _strips(inputs)
-    own_above, own_along = (strips.unflatten(1, (-1, TILE)).diagonal().movedim(-1, 0) for strips in (above, along))
+    own_above, own_along = (_diagonal(strips.unflatten(1, (-1, TILE)), 0) for strips in (above, along))
     inverse_above, inverse_along = torch.linalg.inv(own_above).mT, torch.linalg.inv(own_along)
     errors = weight.new_zeros(across, down, TILE, TILE)  # E
     passed = weight.new_zeros(down, across, TILE, TILE)  # tiles of outputs.T @ E, each transposed
