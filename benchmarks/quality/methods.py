@@ -33,9 +33,9 @@ KBIT = (
     ("int", "search"),
     ("fp4", "search"),
 )
-# Sequences of 1024 tokens, or of what the model reads, from the first of so many characters; those go through a layer
-# so many tokens at a time. all-MiniLM-L6-v2 reads sentences, of 8 to 18 tokens here.
-CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS, BATCH_TOKENS, SENTENCE = 128, 1 << 20, 4096, 16
+# Sequences of 1024 tokens, or of what the model reads, from the first of so many characters. all-MiniLM-L6-v2 reads
+# sentences, of 8 to 18 tokens here.
+CALIBRATION_SEQUENCES, CALIBRATION_CHARACTERS, SENTENCE = 128, 1 << 20, 16
 # Mean widths of models whose layers differ, without data and calibrated; measured on one of so many of the sequences.
 MIXED_BITS, CALIBRATED_MIXED_BITS, WIDTHS_ONE_IN = (2.5, 3, 3.5, 4.5), (2.5, 3.5), 32
 MIXED = ", mixed"  # ends the words for one, whose layers are quantized as the words before it say
@@ -159,10 +159,6 @@ def training_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
     return ids[: len(ids) // size["length"] * size["length"]].view(-1, size["length"])[: size["sequences"]]
 
 
-def calibrate(model: nn.Module, data: torch.Tensor, **choices) -> nn.Module:
-    return hf_kbit.calibrate(model, data, batch=max(BATCH_TOKENS // amount(model)["length"], 1), **choices)
-
-
 def own_sequences(folder: Path, model: nn.Module, count: int | None = None) -> torch.Tensor:
     """What hf_kbit takes when it is given no text: the model writes it; where it cannot, it is the built-in text."""
     written = write(model, count)
@@ -181,7 +177,7 @@ def built_in_sequences(folder: Path, model: nn.Module) -> torch.Tensor:
 
 def load_calibrated(folder: Path, device: str, data=training_sequences, **choices) -> nn.Module:
     model = load(folder, device)
-    return calibrate(model, data(folder, model), **choices)
+    return hf_kbit.calibrate(model, data(folder, model), **choices)
 
 
 @cache
@@ -211,7 +207,7 @@ def load_mixed_calibrated(folder: Path, device: str, bits: float, method: str, d
     model = load(folder, device)
     sequences = data(folder, model)
     config = mixed_config(model, sequences, bits)
-    return calibrate(model, sequences, method=method, bits=config.bits, module_bits=config.module_bits)
+    return hf_kbit.calibrate(model, sequences, method=method, bits=config.bits, module_bits=config.module_bits)
 
 
 def kbit_methods() -> list[Method]:

@@ -164,7 +164,7 @@ class Calibration:
         self.steps = stream.usual(tuning.STEPS, self.device) if solving.tune is True else int(solving.tune)
         if self.steps and len(sequences) < 2:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
-        size = solving.batch
+        size = solving.together(max(map(len, sequences)), self.device)
         if self.steps:
             few = slice(None, None, max(len(sequences) // SEQUENCES, 1))
             sequences, counts = sequences[few][:SEQUENCES], counts and counts[few][:SEQUENCES]

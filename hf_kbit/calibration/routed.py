@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hf_kbit.calibration.moments import Moments, given
+from hf_kbit.calibration.moments import Moments, add_products, given
 from hf_kbit.nn.classes import change
 from hf_kbit.nn.experts import KbitExperts, KbitProjection, arguments
 from hf_kbit.nn.site import Site, put_projection
@@ -123,8 +123,8 @@ def _shares(projection, experts, once, runs, diagonal, counts, numbers) -> list[
                     continue
                 # Zeros are what Llama 4 gives to experts that a token is not sent to.
                 before = torch.where(before.any(1, keepdim=True), before, now)
-                second[place].addmm_(now.T, now)
-                drift[place].addmm_((before - now).T, now)
+                add_products(second[place], now, now)
+                add_products(drift[place], before - now, now)
     found = map(Moments, second, [None] * len(numbers) if diagonal else drift)
     return [Share(*each) for each in zip(rows, found, strict=True)]
 

@@ -18,6 +18,7 @@ from transformers.utils.logging import tqdm
 
 from hf_kbit.calibration import stream, tuning
 from hf_kbit.calibration.check import limit_of, rows_of, sample_of
+from hf_kbit.calibration.moments import add_products
 from hf_kbit.calibration.writing import draw
 from hf_kbit.plan.allocation import units
 
@@ -26,9 +27,10 @@ BLEND = 0.25  # of a token's weight, what gradients say; the rest is alike. 0: n
 # Of a token for each place, whose squared gradients are added up, by the type of the device; "" is any other.
 DRAWS = {"cpu": 1, "": 2}
 SEED = 0  # of the tokens that are drawn
-NUMBERS = 1 << 28  # logits at once, with their gradients, or probabilities of a layer's attention
+# Of the device's memory, what logits of the sequences that go through the model at once take, with their gradients, or
+# probabilities of a layer's attention; bytes for each of these numbers, of all that is there beside the model.
+ROOM, NUMBER_BYTES = 1 / 8, 16
 CHUNK = 1 << 27  # of these logits, in float32
-NUMBER_BYTES = 16  # for each of these numbers, of all that is on the device beside a model that is there
 SAMPLE = (2, 16)  # sequences, and tokens of each, whose gradients are computed in two ways, and compared
 QUANTILE, MOST = 0.99, 10  # a token counts at most so many times as much as one at this place of the order
 ORDERED = 1 << 18  # tokens of which that is looked up, or up to twice as many
@@ -133,8 +135,8 @@ def weigh(
     try:
         config, names = model.config.get_text_config(), list(dimensions)
         numbers = longest * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * longest)
-        together = max(min(NUMBERS // numbers, most), 1)
         elsewhere, (free, memory) = model.device != device, stream.memory_of(device)
+        together = max(min(int(ROOM * memory) // (NUMBER_BYTES * numbers), most), 1)
         needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
         if not (fits := needed <= memory) and not elsewhere:
             logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
@@ -255,7 +257,7 @@ def _add(
         limit = MOST * torch.quantile(found[:, min(1, found.shape[1] - 1) :], QUANTILE)
         rows = (rows * torch.where(found > limit, limit / found, 1.0).sqrt()[..., None]).flatten(0, -2)
         for block, part in zip(moments[name], rows.split(BLOCK, 1), strict=True):
-            block.addmm_(part.T, part)
+            add_products(block, part, part)
 
 
 def _weights(squares: list[torch.Tensor]) -> list[torch.Tensor] | None:

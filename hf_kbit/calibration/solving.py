@@ -6,6 +6,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from transformers import PreTrainedModel
 
 from hf_kbit.calibration import feedback, stream, tuning, weighted
@@ -17,6 +18,7 @@ from hf_kbit.plan.config import KbitConfig
 # A solver is a module with ``solve(weight, moments, codebook) -> planes, absmax`` and ``DIAGONAL``: whether moments
 # are the diagonal of the sum of x @ x.T, or all of it.
 METHODS: dict[str, ModuleType] = {"feedback": feedback, "weighted": weighted}
+TOGETHER = {"cpu": 1 << 13, "": 1 << 14}  # tokens that go through a layer at a time; "" is any device but a CPU
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Solving:
             data's sequences 128 at most are for the layers. Causal language models only.
         tune_whole: whether ``tune`` trains the whole model too, for which there must be memory for it some six times
             in 16 bits, and for its activations. False: its layers alone.
-        batch: sequences that go through a layer at a time.
+        batch: sequences that go through a layer at a time. None: as many as have 16,384 tokens, or 8,192 on a CPU.
         resume: a folder, which gets a file for each finished layer; the same call with it goes on where one was
             killed, and gives the same bytes. Remove it once the model is saved.
     """
@@ -44,7 +46,7 @@ class Solving:
     method: str = "feedback"
     tune: int | bool = 0
     tune_whole: bool = True
-    batch: int = 4
+    batch: int | None = None
     resume: str | Path | None = None
 
     @property
@@ -52,11 +54,15 @@ class Solving:
         """Whether all that counts is how large inputs are on average, which few tokens tell."""
         return METHODS[self.method].DIAGONAL and not self.tune
 
+    def together(self, longest: int, device: torch.device) -> int:
+        """How many sequences go through a layer at a time, of so many tokens at most."""
+        return self.batch or max(stream.usual(TOGETHER, device) // longest, 1)
+
     def check(self, config: KbitConfig) -> None:
         """Refuses what cannot be done, whatever the model and the data are."""
         if self.method not in METHODS:
             raise ValueError(f"method: found {self.method!r}, expected one of {sorted(METHODS)}")
-        if self.batch < 1:
+        if self.batch is not None and self.batch < 1:
             raise ValueError(f"batch: found {self.batch}, expected 1 or more")
         if config.scale != "search":
             raise ValueError(f"scale: found {config.scale!r}, expected 'search' or none")

@@ -87,8 +87,11 @@ def _add_calibrating(parser: ArgumentParser) -> None:
         "the model writes them, 256 if it does so on a CPU, or with --method weighted and no text."
     )
     add(parser, "--length", about, type=at_least(1))
-    about = "Number of sequences that go through a layer at once; fewer need less memory."
-    add(parser, "--batch", about, type=at_least(1), default=4)
+    about = (
+        "Number of sequences that go through a layer at once; fewer need less memory. Default: as many as have 16384 "
+        "tokens, or 8192 on a CPU."
+    )
+    add(parser, "--batch", about, type=at_least(1))
 
 
 def _width(text: str) -> int | float:

@@ -28,9 +28,10 @@ from transformers import (
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.calibration import layerwise, sensitivity, writing
+from hf_kbit.calibration import layerwise, sensitivity, solving, writing
 from hf_kbit.calibration.data import PROMPTS
 from hf_kbit.calibration.loading import class_to_load, load
+from hf_kbit.calibration.moments import add_products
 from hf_kbit.calibration.solving import METHODS
 from hf_kbit.calibration.writing import write
 
@@ -77,6 +78,30 @@ def test_same_bytes_each_time(method, device):
     models = [llama().to(device), llama().to(device)]  # both before, for a seed goes with each
     first, second = (hf_kbit.calibrate(model, IDS, method=method, bits=2) for model in models)
     assert same(tensors(first), tensors(second))
+
+
+def test_sequences_go_through_a_layer_as_many_as_have_so_many_tokens(device, monkeypatch):
+    monkeypatch.setitem(solving.TOGETHER, "cpu" if device == "cpu" else "", 30)
+    sizes = []
+    monkeypatch.setattr(layerwise.Calibration, "run", lambda self: sizes.append([len(x) for x in self.batches]))
+    rows = [IDS[0, :5], *IDS[1:], IDS[0, :7]]
+    for batch in (None, 3):
+        hf_kbit.calibrate(llama().to(device), {"input_ids": rows}, bits=3, batch=batch)
+    assert sizes == [[1, 2, 2, 1, 1], [1, 3, 2, 1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scale", [1.0, 1e-8, 1e8])
+def test_products_of_rounded_rows(scale):
+    """They are as precise as TF32 where a GPU has it, and no other product is rounded so afterwards."""
+    x, y = scale * torch.randn(2, 4096, 256, device="cuda", dtype=torch.float64)
+    total = torch.zeros(256, 256, device="cuda")
+    add_products(total, x.float(), y.float())
+    add_products(total, x.float(), x.float())
+    expected = x.T @ (x + y)
+    error = (total - expected).norm() / expected.norm()
+    assert error < 2e-4 and (error > 1e-5) == (torch.cuda.get_device_capability() >= (8, 0))
+    assert (x.float().T @ x.float() - x.T @ x).norm() < 1e-6 * (x.T @ x).norm()
 
 
 @pytest.fixture

@@ -183,7 +183,7 @@ def test_a_small_device_and_short_sequences_have_no_weights(monkeypatch, caplog)
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     model, name = llama(), "model.layers.0.mlp.up_proj"
     assert token_weights(model, [name], IDS[:, :1], CPU, 2) == {} and not told(caplog)
-    room = 16 * 2 * 24 * model.config.vocab_size  # bytes, sequences, tokens
+    room = 16 * 24 * model.config.vocab_size  # bytes, tokens; of one sequence, for more would fill an eighth of that
     monkeypatch.setattr(stream, "memory_of", lambda _: (room, room))
     assert list(token_weights(model, [name], IDS, CPU, 2)) == [name] and not told(caplog)
     monkeypatch.setattr(stream, "memory_of", lambda _: (room - 1, room))
@@ -194,13 +194,25 @@ def test_a_small_device_and_short_sequences_have_no_weights(monkeypatch, caplog)
     assert told(caplog) == {"hf_kbit: all tokens count alike, for cpu is too small for gradients of the model"}
 
 
+@pytest.mark.parametrize(("sequences", "sizes"), [(0.9, [1] * 5), (1, [1] * 5), (2, [2, 2, 1]), (9, [4, 1])])
+def test_an_eighth_of_the_memory_is_for_sequences_at_once(sequences, sizes, monkeypatch):
+    """At most those of a batch, and at least one."""
+    model, name, taken = llama(), "model.layers.0.mlp.up_proj", []
+    memory = int(8 * 16 * sequences * 24 * model.config.vocab_size)
+    monkeypatch.setattr(stream, "memory_of", lambda _: (memory, memory))
+    monkeypatch.setattr(sensitivity, "check_gradients", lambda *_: None)
+    monkeypatch.setattr(sensitivity, "gradients", lambda model, names, ids, *_: taken.append(len(ids)))
+    token_weights(model, [name], IDS, CPU, 4)
+    assert taken == sizes
+
+
 def test_a_model_that_is_larger_than_the_device(device, monkeypatch):
     """Its layers go there one after another, with the same result but for rounding; one byte more, and all of it goes.
     A second name of the CPU stands for a device where the model is not yet."""
     model, place = llama(), torch.device("cuda:0" if device == "cuda" else "cpu:0")
     names = [name for name, module in model.named_modules() if type(module) is nn.Linear][:-1]
     size, moves, whole = 4 * sum(x.numel() for x in (*model.parameters(), *model.buffers())), [], stream.whole
-    room = 16 * 2 * 24 * model.config.vocab_size + size
+    room = 16 * 24 * model.config.vocab_size + size
     monkeypatch.setattr(stream, "moved_bytes", lambda *_: size)
     monkeypatch.setattr(stream, "whole", lambda *where: moves.append(where) or whole(*where))
     found = []
@@ -266,7 +278,7 @@ def test_moments_of_outputs_want_room(monkeypatch, caplog):
     model = llama()
     names = ["model.layers.0.mlp.up_proj", "model.layers.0.self_attn.k_proj"]
     sizes = {name: model.get_submodule(name).out_features for name in names}
-    needed = 16 * 2 * 24 * model.config.vocab_size
+    needed = 16 * 24 * model.config.vocab_size
     large, small = (32 * size * size for size in sizes.values())
     said = "hf_kbit: errors of outputs count alike for {} of 2 layers: cpu or the CPU has too little memory for what "
     for room, kept in ((large, names), (large - 2, names[1:]), (small, names[1:]), (small - 2, [])):
