@@ -23,7 +23,7 @@ from hf_kbit.files import checkpoint
 from hf_kbit.files.finished import Finished, digest
 from hf_kbit.format.decoding import ABSMAX, COLUMNS, WORDS, Decoding
 from hf_kbit.format.kinds import NAMES
-from hf_kbit.integrations.transformers import mxfp4, parallel
+from hf_kbit.integrations.transformers import mxfp4, parallel, streams
 from hf_kbit.integrations.transformers.offload import is_on_disk
 from hf_kbit.nn.dense import empty_dense
 from hf_kbit.nn.experts import KbitExperts, KbitProjection
@@ -82,6 +82,7 @@ class KbitQuantize(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict, *args, model=None, missing_keys=None, **kwargs):
+        streams.hold(input_dict)
         converted = {}
         for name, tensor in input_dict.items():
             tensor = tensor[0] if isinstance(tensor, list) else tensor
@@ -153,6 +154,7 @@ class KbitAssemble(ConversionOps):
     def convert(
         self, input_dict, source_patterns, *args, full_layer_name=None, model=None, missing_keys=None, **kwargs
     ):
+        streams.hold(input_dict)
         given = self.gathered([input_dict.get(pattern) for pattern in source_patterns])
         if isinstance(whole := given.get(WEIGHT), KbitTensor):  # of a state dict in memory
             return {full_layer_name: as_parameter(whole)}
@@ -196,6 +198,7 @@ class Cut(ConversionOps):
         self.size = size
 
     def convert(self, input_dict, *args, full_layer_name=None, **kwargs):
+        streams.hold(input_dict)
         ((value, *_),) = input_dict.values()
         return {full_layer_name: value[: self.size].clone()}
 

@@ -23,6 +23,7 @@ from hf_kbit.format import codebooks
 from hf_kbit.format.decoding import ScalarDecoding
 from hf_kbit.format.reference import pack_codes, power_of_two
 from hf_kbit.format.spec import BLOCK_SIZE, encode_e4m4
+from hf_kbit.integrations.transformers import streams
 from hf_kbit.nn.site import site_of
 from hf_kbit.plan.config import KbitConfig
 from hf_kbit.weight.packing import of_planes
@@ -161,6 +162,7 @@ class CollectMxfp4(ConversionOps):
 
     @torch.no_grad()
     def convert(self, input_dict, *args, model=None, full_layer_name=None, **kwargs):
+        streams.hold(input_dict)
         # Transformers has cast them to the model's dtype, which holds all of 0 to 255.
         tensors = {name: tensor[0] if isinstance(tensor, list) else tensor for name, tensor in input_dict.items()}
         away = self.hf_quantizer.away

@@ -1,0 +1,67 @@
+"""Weights that are converted on another stream than the one that their tensors came on."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from small import llama
+from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import ConversionOps
+
+from hf_kbit import KbitConfig
+from hf_kbit.integrations.transformers import exl3, streams  # noqa: F401  # exl3: for its classes
+
+
+def below(kind: type) -> list[type]:
+    return [each for own in kind.__subclasses__() for each in (own, *below(own))]
+
+
+@pytest.mark.parametrize("kind", [each for each in below(ConversionOps) if each.__module__.startswith("hf_kbit")])
+def test_each_conversion_holds_what_it_is_given_first(kind, monkeypatch):
+    class Held(Exception):
+        pass
+
+    def stop(given):
+        raise Held(given)
+
+    monkeypatch.setattr(streams, "hold", stop)
+    given = {"weight": [torch.zeros(1)]}
+    with pytest.raises(Held) as found:
+        kind.__new__(kind).convert(given, source_patterns=["weight"])
+    assert found.value.args == (given,)
+
+
+def test_tensors_of_a_gpu_are_held(monkeypatch):
+    class OnGpu(torch.Tensor):
+        is_cuda, device = True, "a GPU"
+
+        def record_stream(self, stream):
+            held.append((id(self), stream))
+
+    held = []
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: f"the stream of {device}")
+    tensors = [torch.zeros(2).as_subclass(OnGpu) for _ in range(3)]
+    streams.hold({"few": tensors[:2], "one": tensors[2], "on the CPU": [torch.zeros(2)], "packed": SimpleNamespace()})
+    assert held == [(id(tensor), "the stream of a GPU") for tensor in tensors]
+
+
+@pytest.mark.gpu
+def test_loaded_on_a_stream_that_lags(tmp_path):
+    """Most tensors have come before the GPU reads the first one."""
+    model = llama(num_hidden_layers=16, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "dense")
+    config = KbitConfig(bits=4, embedding_bits=4)
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", quantization_config=config, device_map="cuda")
+    quantized.save_pretrained(tmp_path / "packed")
+    expected = {name: x.dequantize() for name, x in quantized.named_parameters() if hasattr(x, "decoding")}
+    large, stream = torch.randn(8192, 8192, device="cuda"), torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(100):  # some 20 ms each
+            large @ large
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", device_map="cuda")
+        assert not stream.query()
+    torch.cuda.synchronize()
+    assert expected
+    for name, x in expected.items():
+        assert torch.equal(loaded.get_parameter(name).dequantize(), x), name
