@@ -195,9 +195,10 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> Iterator[None]:
+def recomputed(model: nn.Module, names: Iterable[str], device: torch.device | None) -> Iterator[None]:
     """Inside, the layers of ``stream`` keep nothing for a backward pass but what they are given: they are computed
-    again, on ``device``, when the gradient of their output is there. So one of them is needed there at a time."""
+    again, on ``device``, when the gradient of their output is there. So one of them is needed there at a time. None:
+    where they are, and in the dtype that they have."""
     home, dtype = model.device, model.dtype
 
     def forward(name, original, *args, **kwargs):
@@ -206,6 +207,8 @@ def recomputed(model: nn.Module, names: Iterable[str], device: torch.device) -> 
         def compute():
             nonlocal first
             given, first = first or mapped(later, lambda x: x, copying=True), None
+            if device is None:
+                return original(*given[0], **given[1])
             with placed(model, name, device):
                 return _computed(original, given, device, home, dtype)
 

@@ -137,7 +137,7 @@ def measure(
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
     with stream.evaluating(model), opened(projections), bar:
         dimensions = check_layers(model, units(model, names), pieces, device)
-        check_gradients(model, names, pieces, device)
+        check_gradients(model, names, pieces)
         for piece in pieces:
             _add_costs(model, piece, config, device, generator, costs, dimensions, bar.update)
     for name, found in costs.items():

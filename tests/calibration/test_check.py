@@ -177,10 +177,11 @@ def test_rounding_is_that_of_the_dtype_between_layers():
     hf_kbit.calibrate(with_layers(make).bfloat16(), IDS, method="weighted", bits=3)
 
 
-def test_gradients_that_are_lost():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_that_are_lost(dtype):
     """Those of layers that write into their input are of another one where they are computed again: tokens count
     alike, which the log says, and widths are refused."""
-    model = writes_into_its_input()
+    model = writes_into_its_input().to(dtype)
     with pytest.raises(ValueError, match=r"layers\.\d\.\S+: found gradients that differ by .*%"):
         measure(model, IDS, KbitConfig(bits=2))
     names = list(selection.Packable(model).choose(KbitConfig()))

@@ -79,6 +79,14 @@ def test_weights_are_what_gradients_say(name, most, draws, monkeypatch):
         assert own.max() <= 1 - 0.25 + 0.25 * most * 30
 
 
+def test_rounding_of_16_bits_is_no_other_gradient(caplog, monkeypatch):
+    """A CPU computes layers in float32: of a model that rounds as much as this one, gradients are others by that."""
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    model = llama(initializer_range=1.0).bfloat16()
+    names = [name for name, module in model.named_modules() if type(module) is nn.Linear][:-1]
+    assert list(token_weights(model, names, IDS, CPU, 2)) == names and not told(caplog)
+
+
 def test_the_first_token_is_in_no_statistic():
     squares = torch.rand(4, 9)
     (found,) = sensitivity._weights([squares])
