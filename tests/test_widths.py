@@ -121,6 +121,29 @@ def test_costs_are_what_gradients_say(name, frozen, monkeypatch):
     assert not any("forward" in vars(module) for module in model.modules())
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_costs_of_trellises_are_those_of_encoded_ones(name, monkeypatch):
+    """But for what is left of small blocks' own shapes."""
+    monkeypatch.setattr(KbitConfig, "widths", (2, 4))
+    config, ids = KbitConfig(bits=2, codebook="trellis"), torch.arange(30) * 7 % 90
+    found = measure(BY_NAME[name].build(), ids, config)
+    monkeypatch.setattr(widths, "TRELLIS", "")  # so that weights are encoded in each width
+    expected = measure(BY_NAME[name].build(), ids, config)
+    assert found.keys() == expected.keys()
+    for width in config.widths:
+        ours, theirs = (torch.tensor([layer.costs[width] for layer in each.values()]) for each in (found, expected))
+        torch.testing.assert_close(ours, theirs, rtol=0.4, atol=0.02 * theirs.max().item())
+
+
+def test_errors_of_trellises_are_those_of_gaussian_weights():
+    weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
+    for width, error in widths.TRELLIS_ERRORS.items():
+        decoded = widths._decoded(weight, width, KbitConfig(bits=width, codebook="trellis"))
+        assert (decoded - weight).square().mean().item() == pytest.approx(
+            error * weight.square().mean().item(), rel=0.04
+        )
+
+
 def test_windows_and_dtypes_cost_the_same(monkeypatch):
     """Several at once, one at a time, as sequences, and of a model in 16 bits, which computes in 32 on a CPU."""
     rows, seen = TOKENS[:192].view(3, 64), set()

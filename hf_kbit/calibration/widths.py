@@ -22,18 +22,22 @@ from hf_kbit.calibration.evaluation import check, is_text
 from hf_kbit.calibration.routed import DenseProjection, opened
 from hf_kbit.calibration.sensitivity import check_gradients, gradients
 from hf_kbit.calibration.writing import draw, write
+from hf_kbit.format.reference import matrices
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import Site
 from hf_kbit.plan import selection
 from hf_kbit.plan.allocation import Layer, by_rule, config_of, left, spend, stored_weights, units
-from hf_kbit.plan.config import KbitConfig, config_or
+from hf_kbit.plan.config import TRELLIS, KbitConfig, config_or
 from hf_kbit.plan.selection import check_any
 from hf_kbit.weight.packing import Recipe
 from hf_kbit.weight.tensor import KbitTensor
+from hf_kbit.weight.trellis_packing import scales_of
 
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
 SEQUENCES = 8  # of a text, unless others are asked for
+# Squared errors of Gaussian weights of variance 1, which is what rotations make of a weight, by the width of a trellis.
+TRELLIS_ERRORS = {1: 0.277, 2: 0.0686, 3: 0.0175, 4: 4.47e-3, 5: 1.16e-3, 6: 3.04e-4, 7: 8.11e-5, 8: 2.12e-5}
 
 
 def choose_widths(
@@ -165,9 +169,14 @@ def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, 
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             fisher = _fisher(*(_by_sequences(x, dimensions[name], len(ids)) for x in (given[0], gradient)))
         weight = weight.detach().to(gradient.device)
-        for width in costs[name]:
-            error = _decoded(weight, width, config).sub_(weight).square_()  # in place: experts are large
-            costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
+        if config.codebook == TRELLIS:
+            common = _product_of_scales(weight, fisher, config)
+            for width in costs[name]:
+                costs[name][width] += TRELLIS_ERRORS[width] * common / 2
+        else:
+            for width in costs[name]:
+                error = _decoded(weight, width, config).sub_(weight).square_()  # in place: experts are large
+                costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         advance()
 
     gradients(model, list(costs), ids, device, partial(draw, generator=generator), add)
@@ -194,6 +203,17 @@ def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, grad
     x, bounds = x if rows is None else x[rows], offsets.tolist()
     shares = [slice(*pair) for pair in pairwise(bounds)]
     return torch.stack([(gradient[own].float().T @ x[own].float()).square_() for own in shares])
+
+
+def _product_of_scales(weight: torch.Tensor, fisher: torch.Tensor, config: KbitConfig) -> float:
+    """What errors of a trellis cost, had they a variance of 1 between its rotations, twice: these leave them alike, and
+    scales of both sides multiply them, whatever the width. To encode a weight in each width would take minutes."""
+    decoding, total = config.decoding(config.widths[0], weight.shape, is_table=False), 0.0
+    for matrix, own in zip(matrices(weight), matrices(fisher), strict=True):
+        suh, svh, _ = scales_of(matrix, decoding, Recipe().balances)
+        rows, columns = svh[: len(matrix)].float().square(), suh[: matrix.shape[1]].float().square()
+        total += (rows @ own @ columns).item()
+    return total
 
 
 @torch.no_grad()
