@@ -123,8 +123,8 @@ def measure(
     estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form of the
     weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each weight's
     error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model predicts
-    them, one for each place of a window. One backward pass gives that for all layers. A projection of experts is one
-    layer: an expert that no token goes to adds nothing to its costs.
+    them, one for each place of a window. One backward pass gives that for all layers. Of a trellis the error is that of
+    Gaussian weights. A projection of experts is one layer: an expert that no token goes to adds nothing to its costs.
     """
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
