@@ -36,7 +36,7 @@ from hf_kbit.weight.trellis_packing import scales_of
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
 SEQUENCES = 8  # of a text, unless others are asked for
-# Squared errors of Gaussian weights of variance 1, which is what rotations make of a weight, by the width of a trellis.
+# Squared errors of Gaussian weights of variance 1, as rotations make of a weight, by the width of a trellis.
 TRELLIS_ERRORS = {1: 0.277, 2: 0.0686, 3: 0.0175, 4: 4.47e-3, 5: 1.16e-3, 6: 3.04e-4, 7: 8.11e-5, 8: 2.12e-5}
 
 
@@ -123,7 +123,7 @@ def measure(
     estimates of the divergence of what the model predicts with the layer quantized, half the quadratic form of the
     weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each weight's
     error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model predicts
-    them, one for each place of a window. One backward pass gives that for all layers. Of a trellis the error is that of
+    them, one for each place of a window. One backward pass gives that for all layers. Errors of a trellis are those of
     Gaussian weights. A projection of experts is one layer: an expert that no token goes to adds nothing to its costs.
     """
     if getattr(model.config, "quantization_config", None) is not None:
@@ -206,7 +206,7 @@ def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, grad
 
 
 def _product_of_scales(weight: torch.Tensor, fisher: torch.Tensor, config: KbitConfig) -> float:
-    """What errors of a trellis cost, had they a variance of 1 between its rotations, twice: these leave them alike, and
+    """Twice what errors of a trellis cost, had they a variance of 1 between its rotations: these leave them alike, and
     scales of both sides multiply them, whatever the width. To encode a weight in each width would take minutes."""
     decoding, total = config.decoding(config.widths[0], weight.shape, is_table=False), 0.0
     for matrix, own in zip(matrices(weight), matrices(fisher), strict=True):
