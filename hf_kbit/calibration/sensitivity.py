@@ -27,8 +27,8 @@ BLEND = 0.25  # of a token's weight, what gradients say; the rest is alike. 0: n
 # Of a token for each place, whose squared gradients are added up, by the type of the device; "" is any other.
 DRAWS = {"cpu": 1, "": 2}
 SEED = 0  # of the tokens that are drawn
-# Of the device's memory, what logits of the sequences that go through the model at once take, with their gradients, or
-# probabilities of a layer's attention; bytes for each of these numbers, of all that is there beside the model.
+# Of the device's memory beside the model, what logits of the sequences that go through it at once take, with their
+# gradients, or probabilities of a layer's attention; bytes for each of these numbers, of all that is there.
 ROOM, NUMBER_BYTES = 1 / 8, 16
 CHUNK = 1 << 27  # of these logits, in float32
 SAMPLE = (2, 16)  # sequences, and tokens of each, whose gradients are computed in two ways, and compared
@@ -136,7 +136,8 @@ def weigh(
         config, names = model.config.get_text_config(), list(dimensions)
         numbers = longest * max(config.vocab_size, getattr(config, "num_attention_heads", 0) * longest)
         elsewhere, (free, memory) = model.device != device, stream.memory_of(device)
-        together = max(min(int(ROOM * memory) // (NUMBER_BYTES * numbers), most), 1)
+        beside = memory - sum(x.nbytes for x in (*model.parameters(), *model.buffers()))
+        together = max(min(int(ROOM * beside) // (NUMBER_BYTES * numbers), most), 1)
         needed = NUMBER_BYTES * together * numbers + (stream.moved_bytes(model, device) if elsewhere else 0)
         if not (fits := needed <= memory) and not elsewhere:
             logger.warning("hf_kbit: all tokens count alike, for %s is too small for gradients of the model", device)
