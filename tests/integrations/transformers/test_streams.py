@@ -9,14 +9,21 @@ from transformers import AutoModelForCausalLM
 from transformers.core_model_loading import ConversionOps
 
 from hf_kbit import KbitConfig
-from hf_kbit.integrations.transformers import exl3, streams  # noqa: F401  # exl3: for its classes
+from hf_kbit.integrations.transformers import exl3, streams
 
 
 def below(kind: type) -> list[type]:
     return [each for own in kind.__subclasses__() for each in (own, *below(own))]
 
 
-@pytest.mark.parametrize("kind", [each for each in below(ConversionOps) if each.__module__.startswith("hf_kbit")])
+KINDS = [each for each in below(ConversionOps) if each.__module__.startswith("hf_kbit")]
+
+
+def test_conversions_are_found():
+    assert {exl3.AssembleLinear, exl3.AssembleExperts, exl3.Cut} < set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_conversion_holds_what_it_is_given_first(kind, monkeypatch):
     class Held(Exception):
         pass
