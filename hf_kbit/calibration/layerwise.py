@@ -20,6 +20,7 @@ from hf_kbit.calibration.data import SEQUENCES, Text, batches_of, size_of
 from hf_kbit.calibration.loading import load
 from hf_kbit.calibration.rounding import round_linear, round_projection
 from hf_kbit.calibration.solving import METHODS, Solving, sort
+from hf_kbit.calibration.writing import TRELLIS_SEQUENCES
 from hf_kbit.calibration.writing import chosen as chosen_text
 from hf_kbit.files.finished import Finished, digest
 from hf_kbit.format.trellis import TrellisDecoding
@@ -166,8 +167,11 @@ class Calibration:
             raise ValueError("data: found 1 sequence, expected 2 or more to tune on, one of which is held out")
         size = solving.together(max(map(len, sequences)), self.device)
         if self.steps:
-            few = slice(None, None, max(len(sequences) // SEQUENCES, 1))
-            sequences, counts = sequences[few][:SEQUENCES], counts and counts[few][:SEQUENCES]
+            most = SEQUENCES
+            if plan.config.codebook == TRELLIS and not self.solver.DIAGONAL:
+                most = max(most, stream.usual(TRELLIS_SEQUENCES, self.device))
+            few = slice(None, None, max(len(sequences) // most, 1))
+            sequences, counts = sequences[few][:most], counts and counts[few][:most]
             size = min(size, tuning.most_together(sequences, self.device), len(sequences) // 2)
         self.batches = batches_of(sequences, size)
         self.counts: list[torch.Tensor] = []  # of each token of the batches, 1 on average; none where all count alike

@@ -18,7 +18,7 @@ from trained_lm import batches, held_out, mean_loss, trained_lm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 import hf_kbit
-from hf_kbit.calibration import stream, trained, trained_levels, trained_trellises, tuning
+from hf_kbit.calibration import layerwise, stream, trained, trained_levels, trained_trellises, tuning
 from hf_kbit.calibration.launches import NotRecorded
 from hf_kbit.calibration.writing import write
 from hf_kbit.format.reference import decode_e4m4
@@ -441,6 +441,18 @@ def test_layers_are_solved_for_a_part(monkeypatch):
     monkeypatch.setattr("hf_kbit.calibration.layerwise.SEQUENCES", 12)
     monkeypatch.setattr(tuning, "tune_model", lambda *_: "")
     assert same(tensors(calibrated()), tensors(hf_kbit.calibrate(llama(), IDS[::4], **CHOICES)))
+
+
+@pytest.mark.parametrize(("method", "count"), [("weighted", 6), ("feedback", 12)])
+def test_layers_that_have_trellises_are_solved_for_more(method, count, monkeypatch):
+    """Where their codes follow from what is read; never for fewer than levels are."""
+    monkeypatch.setattr(layerwise, "SEQUENCES", 6)
+    read, run = [], layerwise.Calibration.run
+    monkeypatch.setattr(layerwise.Calibration, "run", lambda own: read.append(sum(map(len, own.batches))) or run(own))
+    for most in (12, 2):
+        monkeypatch.setattr(layerwise, "TRELLIS_SEQUENCES", {"": most, "cpu": most})
+        calibrated(5, method=method, codebook="trellis")
+    assert read == [count, 6]
 
 
 @pytest.mark.parametrize(
