@@ -11,6 +11,7 @@ from transformers import BertConfig, BertLMHeadModel, LlamaForCausalLM
 
 import hf_kbit
 from hf_kbit import KbitConfig, KbitEmbedding, KbitLinear, quantize_model
+from hf_kbit.calibration import trellis
 from hf_kbit.calibration.post_training import MEASURED
 from hf_kbit.calibration.writing import write
 from hf_kbit.plan import allocation
@@ -76,20 +77,28 @@ def test_with_data_it_calibrates(way, data, tmp_path):
     assert not same(model, plain)
 
 
-@pytest.mark.parametrize("calibrate", [False, True])
-def test_a_mean_with_data_is_measured(calibrate):
-    """The widths are those of ``choose_widths``, and calibrating keeps them."""
+@pytest.mark.parametrize(
+    ("method", "codebook"), [(None, "optimal"), ("weighted", "optimal"), (None, "trellis"), ("feedback", "trellis")]
+)
+def test_a_mean_with_data_is_measured(method, codebook, monkeypatch):
+    """The widths are those of ``choose_widths`` for the method, if any, and calibrating keeps them."""
+    monkeypatch.setattr(trellis, "left", lambda hessian, *_: len(hessian) ** -4.0)  # real ones change none so small
     model, ids = llama(), torch.randint(256, (4, 40), generator=torch.Generator().manual_seed(0))
-    done = quantize_model(model, bits=3.5, data=ids, calibrate=calibrate, method="weighted")
-    config = hf_kbit.choose_widths(llama(), ids, 3.5)
+    calibrate = method is not None
+    how = {"calibrate": calibrate, "method": method or "feedback", "codebook": codebook}
+    done = quantize_model(model, bits=3.5, data=ids, **how)
+    config = hf_kbit.choose_widths(llama(), ids, 3.5, method=method, codebook=codebook)
     assert done.bits == {name: config.bits_for(name) for name in done.bits} and len(set(done.bits.values())) > 1
     expected = llama()
     if calibrate:
-        hf_kbit.calibrate(expected, ids, config=config, method="weighted")
+        hf_kbit.calibrate(expected, ids, config=config, method=method)
     else:
         quantize_model(expected, config)
     assert same(model, expected)
-    assert done.bits != quantize_model(llama(), bits=3.5).bits, "the rule gives the same: this tests nothing"
+    others = [quantize_model(llama(), bits=3.5, codebook=codebook).bits]
+    if method == "feedback":
+        others.append(quantize_model(llama(), bits=3.5, data=ids, **how | {"calibrate": False}).bits)
+    assert done.bits not in others, "other ways give the same: this tests nothing"
 
 
 def test_a_mean_is_measured_on_text_that_the_model_writes():

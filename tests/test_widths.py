@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from hf_kbit import KbitConfig, KbitLinear
-from hf_kbit.calibration import widths
+from hf_kbit.calibration import stream, trellis_costs, widths
 from hf_kbit.calibration.widths import choose_widths, measure
 from hf_kbit.calibration.writing import draw, write
 from hf_kbit.format.spec import BITS, layer_exponent
@@ -135,9 +135,60 @@ def test_costs_of_trellises_are_those_of_encoded_ones(name, monkeypatch):
         torch.testing.assert_close(ours, theirs, rtol=0.4, atol=0.02 * theirs.max().item())
 
 
+@pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
+def test_costs_that_feedback_leaves(name, monkeypatch):
+    """Of trellises alone: less of each width, by what the moments of a layer's sides say, and of experts' inputs."""
+    model, ids, trellis = (
+        BY_NAME[name].build().eval(),
+        torch.arange(30) * 7 % 90,
+        KbitConfig(bits=2, codebook="trellis"),
+    )
+    moments, given = {}, {}
+    left = trellis_costs.trellis.left
+
+    def watched(hessian, scales, block, damping):
+        moments[names[len(moments)]] = hessian
+        return left(hessian, scales, block, damping)
+
+    plain = measure(model, ids, trellis)
+    names = [f"{layer}{side}" for layer in plain for side in (" in", " out")]
+    experts = {layer for layer in plain if "experts" in layer}
+    names = [each for each in names if not (each.endswith(" out") and each.removesuffix(" out") in experts)]
+    monkeypatch.setattr(trellis_costs.trellis, "left", watched)
+    found = measure(model, ids, trellis, method="feedback")
+    assert list(moments) == names
+    for layer, own in found.items():
+        shares = {own.costs[width] / plain[layer].costs[width] for width in own.costs}
+        assert max(shares) == pytest.approx(min(shares)) and 0 < max(shares) < 0.9
+    layers = {layer: model.get_submodule(layer) for layer in plain.keys() - experts}
+    with stream.hooked(layers, lambda layer, x: given.update({layer: x.flatten(0, -2)})), torch.no_grad():
+        model(ids[None])
+    for layer, x in given.items():
+        torch.testing.assert_close(moments[f"{layer} in"], x.T @ x, rtol=1e-3, atol=1e-3)
+    for method, config in ((None, trellis), ("weighted", trellis), ("feedback", PLAIN), (None, PLAIN)):
+        again = measure(model, ids, config, method=method)
+        assert again == (plain if config is trellis else measure(model, ids, config))
+    with pytest.raises(ValueError, match="method: found 'gptq', expected None or one of"):
+        choose_widths(model, ids, 3, method="gptq")
+
+
+def test_moments_of_a_side_are_those_of_some_of_its_blocks(monkeypatch):
+    """Evenly spread, with the last, which has padding; all of a short side."""
+    monkeypatch.setattr(trellis_costs, "FEATURES", 96)
+    x, scales = torch.randn(50, 300), torch.rand(2, 320) + 0.5
+    side = trellis_costs._Side(300, scales, 32)
+    side.add(x[:20])
+    side.add(x[20:])
+    places = torch.cat([torch.arange(start, min(start + 32, 300)) for start in (0, 128, 288)])
+    torch.testing.assert_close(side.moments, x[:, places].T @ x[:, places])
+    assert len(side.scales) == 96 and torch.equal(side.scales[:32], scales[:, :32].square().mean(0).sqrt())
+    assert 0 < trellis_costs.trellis.left(side.moments, side.scales, side.block, 0.03) < 1
+    assert len(trellis_costs._Side(40, scales[:, :64], 32).places) == 40
+
+
 def test_errors_of_trellises_are_those_of_gaussian_weights():
     weight = torch.randn(128, 256, generator=torch.Generator().manual_seed(0))
-    for width, error in widths.TRELLIS_ERRORS.items():
+    for width, error in trellis_costs.ERRORS.items():
         decoded = widths._decoded(weight, width, KbitConfig(bits=width, codebook="trellis"))
         assert (decoded - weight).square().mean().item() == pytest.approx(
             error * weight.square().mean().item(), rel=0.04

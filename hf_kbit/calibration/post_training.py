@@ -137,7 +137,8 @@ def quantize_model(
         source = f"{name}, on {stream.resolve(None, model) if device is None else device}"
     if mean % 1:
         if measured:
-            own = _measured(model, packable, mean, ids, source, config, device, report)
+            method = solving.method if calibrate else None
+            own = _measured(model, packable, mean, ids, source, config, method, device, report)
         else:
             own = by_rule(model, {name: packable.sites[name] for name in chosen if name not in tables}, mean, config)
             _report_widths(packable, own, ", by names and shapes", config, report)
@@ -234,13 +235,13 @@ def _read(
 
 
 def _measured(
-    model, packable: Packable, mean: float, ids: list[torch.Tensor], source: str, config: KbitConfig, device, report
+    model, packable: Packable, mean: float, ids, source: str, config: KbitConfig, method: str | None, device, report
 ) -> dict[str, int]:
     """Widths for a mean, by what each layer loses; says which layers get how many, and why."""
     sample = [row[: MEASURED[1]] for row in ids[:: max(len(ids) // MEASURED[0], 1)][: MEASURED[0]]]
     tokens = sum(map(len, sample))
     report("measuring", f"what few bits in each layer cost on {tokens:,} tokens of {source}")
-    layers = measure_widths(model, sample, config, device=device, progress=True)
+    layers = measure_widths(model, sample, config, method=method, device=device, progress=True)
     chosen = spend(layers, mean)
     _report_widths(packable, chosen, "", config, report)
     fewest = config.widths[0]

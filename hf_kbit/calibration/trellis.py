@@ -99,6 +99,19 @@ def _in_turn(
     return order, places, inverse_root(turned[places][:, places], damping_of(turned, damping))
 
 
+def left(hessian: torch.Tensor, scales: torch.Tensor, block: int, damping: float) -> float:
+    """What feedback along one side leaves of what errors of a weight cost, of 1, for that side's Hessian and scales.
+
+    Source: QuIP (arXiv:2307.13304): the cost is as the mean of D, for factors ``L @ D @ L.T`` of the Hessian, where it
+    is as the mean of its diagonal without feedback. Here D is that of tiles, in which there is none.
+    """
+    turned = _turned(hessian, scales, block)
+    *_, root = _in_turn(hessian, scales, block, damping)
+    tiles = root.view(len(root) // TILE, TILE, -1, TILE).diagonal(dim1=0, dim2=2).movedim(-1, 0)
+    kept = torch.linalg.inv(tiles).square().sum() / len(root)
+    return (kept / (turned.diagonal().mean() + damping_of(turned, damping))).item()
+
+
 def _turned(hessian: torch.Tensor, scales: torch.Tensor, block: int) -> torch.Tensor:
     """The Hessian of one side of the weight between the rotations, padded."""
     missing, scale = len(scales) - len(hessian), scales.float()

@@ -21,8 +21,9 @@ from hf_kbit.calibration.data import Text, batches_of
 from hf_kbit.calibration.evaluation import check, is_text
 from hf_kbit.calibration.routed import DenseProjection, opened
 from hf_kbit.calibration.sensitivity import check_gradients, gradients
+from hf_kbit.calibration.solving import METHODS
+from hf_kbit.calibration.trellis_costs import TrellisCosts
 from hf_kbit.calibration.writing import draw, write
-from hf_kbit.format.reference import matrices
 from hf_kbit.nn.experts import KbitProjection
 from hf_kbit.nn.site import Site
 from hf_kbit.plan import selection
@@ -31,13 +32,10 @@ from hf_kbit.plan.config import TRELLIS, KbitConfig, config_or
 from hf_kbit.plan.selection import check_any
 from hf_kbit.weight.packing import Recipe
 from hf_kbit.weight.tensor import KbitTensor
-from hf_kbit.weight.trellis_packing import scales_of
 
 LOGITS = 1 << 27  # as many at once, with their gradients
 SEED = 0  # of the tokens that are drawn
 SEQUENCES = 8  # of a text, unless others are asked for
-# Squared errors of Gaussian weights of variance 1, as rotations make of a weight, by the width of a trellis.
-TRELLIS_ERRORS = {1: 0.277, 2: 0.0686, 3: 0.0175, 4: 4.47e-3, 5: 1.16e-3, 6: 3.04e-4, 7: 8.11e-5, 8: 2.12e-5}
 
 
 def choose_widths(
@@ -48,6 +46,7 @@ def choose_widths(
     tokenizer: PreTrainedTokenizerBase | None = None,
     sequences: int = SEQUENCES,
     window: int = 512,
+    method: str | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
     config: KbitConfig | None = None,
@@ -67,6 +66,8 @@ def choose_widths(
         sequences: so many of a text at most, evenly spread over it. Token ids are all taken.
         window: tokens that the model sees at once, of a text or of the ids of one; gradients are squared for each
             window by itself. Sequences of ids are taken as they are.
+        method: that of ``calibrate``, if it is to follow. Of a trellis ``"feedback"`` takes far more of the errors off
+            some layers than off others, so it wants other widths. Nothing changes for levels.
         device: where each layer computes, as for ``calibrate``: a model on a CPU can be larger than the GPU.
         progress: shows a bar on stderr, unless Transformers' bars are disabled.
         config: which layers, levels and scales; of ``module_bits`` only what stays in 16 bits is kept.
@@ -97,7 +98,7 @@ def choose_widths(
         data = write(model, sequences, window, tokenizer=tokenizer, device=device, progress=progress)
     if not isinstance(data, torch.Tensor):
         data = Text(data, tokenizer, sequences, window).ids(model)
-    layers = measure(model, data, config, window=window, device=device, progress=progress)
+    layers = measure(model, data, config, window=window, method=method, device=device, progress=progress)
     return config_of(config, spend(layers, bits))
 
 
@@ -113,6 +114,7 @@ def measure(
     config: KbitConfig,
     *,
     window: int = 512,
+    method: str | None = None,
     device: torch.device | str | None = None,
     progress: bool = False,
 ) -> dict[str, Layer]:
@@ -124,8 +126,11 @@ def measure(
     weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each weight's
     error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model predicts
     them, one for each place of a window. One backward pass gives that for all layers. Errors of a trellis are those of
-    Gaussian weights. A projection of experts is one layer: an expert that no token goes to adds nothing to its costs.
+    Gaussian weights, or what feedback leaves of them, if that is the ``method`` to follow. A projection of experts is
+    one layer: an expert that no token goes to adds nothing to its costs.
     """
+    if method not in (None, *METHODS):
+        raise ValueError(f"method: found {method!r}, expected None or one of {sorted(METHODS)}")
     if getattr(model.config, "quantization_config", None) is not None:
         raise ValueError("model: found a quantized one, expected one that is not")
     window = window if is_text(ids) else max(2, *map(len, ids))
@@ -137,13 +142,19 @@ def measure(
     rows = ids.split(window) if is_text(ids) else ids
     pieces = batches_of([row.to(model.device) for row in rows if len(row) > 1], together)
     costs = {name: dict.fromkeys(config.widths, 0.0) for name in names}
+    feedback = method is not None and not METHODS[method].DIAGONAL
     generator = torch.Generator(device).manual_seed(SEED)
     bar = tqdm(total=len(names) * len(pieces), desc="measuring", disable=not progress)
     with stream.evaluating(model), opened(projections), bar:
         dimensions = check_layers(model, units(model, names), pieces, device)
         check_gradients(model, names, pieces)
+        trellises = {}
+        if config.codebook == TRELLIS:
+            weights = ((name, _weight_of(model.get_submodule(name)).to(device)) for name in names)
+            trellises = {name: TrellisCosts(weight, config, feedback) for name, weight in weights}
         for piece in pieces:
-            _add_costs(model, piece, config, device, generator, costs, dimensions, bar.update)
+            _add_costs(model, piece, config, device, generator, costs, trellises, dimensions, bar.update)
+    costs |= {name: own.of_widths() for name, own in trellises.items()}
     for name, found in costs.items():
         if not all(map(math.isfinite, found.values())):
             raise ValueError(f"{name}: found NaN or infinite gradients, expected finite ones")
@@ -159,27 +170,37 @@ def _layers(model: nn.Module, config: KbitConfig) -> dict[str, Site]:
     return {name: packable.sites[name] for name in names}
 
 
-def _add_costs(model, ids: torch.Tensor, config: KbitConfig, device, generator, costs, dimensions, advance) -> None:
-    """Adds what the layers' widths cost on ``ids``, ``[sequences, length]``, to ``costs``; ``advance()`` for each."""
+def _add_costs(
+    model, ids: torch.Tensor, config: KbitConfig, device, generator, costs, trellises, dimensions, advance
+) -> None:
+    """Adds what the layers' widths cost on ``ids``, ``[sequences, length]``, to ``costs``, or to those of
+    ``trellises``; ``advance()`` for each."""
 
     def add(name: str, module: nn.Module, given: list, gradient: torch.Tensor) -> None:
         if isinstance(module, DenseProjection):
-            weight, fisher = module.matrices, _fisher_of_experts(*given[:3], gradient)
+            x, rows, offsets = given[:3]
+            x = x if rows is None else x[rows]
+            fisher = _fisher_of_experts(x, offsets, gradient)
         else:
-            weight = module.weight.T if isinstance(module, Conv1D) else module.weight
-            fisher = _fisher(*(_by_sequences(x, dimensions[name], len(ids)) for x in (given[0], gradient)))
-        weight = weight.detach().to(gradient.device)
-        if config.codebook == TRELLIS:
-            common = _product_of_scales(weight, fisher, config)
-            for width in costs[name]:
-                costs[name][width] += TRELLIS_ERRORS[width] * common / 2
+            x, gradient = (_by_sequences(each, dimensions[name], len(ids)) for each in (given[0], gradient))
+            fisher = _fisher(x, gradient)
+        if name in trellises:
+            trellises[name].add(fisher, x, gradient)
         else:
+            weight = _weight_of(module).to(gradient.device)
             for width in costs[name]:
                 error = _decoded(weight, width, config).sub_(weight).square_()  # in place: experts are large
                 costs[name][width] += error.mul_(fisher).sum(dtype=torch.float64).item() / 2
         advance()
 
     gradients(model, list(costs), ids, device, partial(draw, generator=generator), add)
+
+
+def _weight_of(module: nn.Module) -> torch.Tensor:
+    """``[N, K]``, or ``[E, N, K]`` of experts."""
+    if isinstance(module, DenseProjection):
+        return module.matrices.detach()
+    return (module.weight.T if isinstance(module, Conv1D) else module.weight).detach()
 
 
 def _by_sequences(x: torch.Tensor, dimension: int | None, sequences: int) -> torch.Tensor:
@@ -197,23 +218,11 @@ def _fisher(x: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     return fisher
 
 
-def _fisher_of_experts(x: torch.Tensor, rows: torch.Tensor | None, offsets, gradient: torch.Tensor) -> torch.Tensor:
-    """float32 ``[E, N, K]``: that of each expert, for what ``ops.gemm_experts`` takes. Sequences are together: what
+def _fisher_of_experts(x: torch.Tensor, offsets: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """float32 ``[E, N, K]``: that of each expert, whose rows lie between two ``offsets``. Sequences are together: what
     the gradients of two have in common is 0 on average."""
-    x, bounds = x if rows is None else x[rows], offsets.tolist()
-    shares = [slice(*pair) for pair in pairwise(bounds)]
+    shares = [slice(*pair) for pair in pairwise(offsets.tolist())]
     return torch.stack([(gradient[own].float().T @ x[own].float()).square_() for own in shares])
-
-
-def _product_of_scales(weight: torch.Tensor, fisher: torch.Tensor, config: KbitConfig) -> float:
-    """Twice what errors of a trellis cost, had they a variance of 1 between its rotations: these leave them alike, and
-    scales of both sides multiply them, whatever the width. To encode a weight in each width would take minutes."""
-    decoding, total = config.decoding(config.widths[0], weight.shape, is_table=False), 0.0
-    for matrix, own in zip(matrices(weight), matrices(fisher), strict=True):
-        suh, svh, _ = scales_of(matrix, decoding, Recipe().balances)
-        rows, columns = svh[: len(matrix)].float().square(), suh[: matrix.shape[1]].float().square()
-        total += (rows @ own @ columns).item()
-    return total
 
 
 @torch.no_grad()

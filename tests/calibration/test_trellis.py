@@ -1,6 +1,7 @@
 """Feedback for trellises, beside its definition; and models that are calibrated to have them."""
 
 import itertools
+import math
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_kbit.format.trellis import MOST_LEAD, TrellisDecoding, block_of, encode,
 from hf_kbit.nn.weight import packed_layers
 from hf_kbit.weight import trellis_packing
 from hf_kbit.weight.tensor import KbitTensor
+from hf_kbit.weight.trellis_packing import scales_of
 
 IDS = torch.randint(5, 90, (6, 24), generator=torch.Generator().manual_seed(1))
 SMALL = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 40}
@@ -66,6 +68,28 @@ def test_errors_of_outputs_make_up_for_one_another(shape, device):
     )
     costs = [((outputs.double() @ error.double() @ hessian.double()) * error).sum().item() for error in (both, alone)]
     assert costs[0] < 0.8 * costs[1]
+
+
+@pytest.mark.parametrize("shape", [(128, 192), (100, 72)])
+def test_what_feedback_leaves(shape):
+    """Along inputs, and along both sides, as its Hessians and scales foretell; the last step takes a little more."""
+    weight, hessian, decoding = problem(*shape)
+    outputs, scales = moments_of_outputs(shape[0]), scales_of(weight, decoding, True)
+    sides = trellis.left(hessian, scales.suh, decoding.block, trellis.DAMPING), 1.0
+    for its in (None, outputs):
+        plain, ours = (
+            decoded(packed, shape) - weight
+            for packed in (
+                trellis_packing.quantize(weight, decoding, True, "weight"),
+                trellis.solve(weight, hessian, decoding, True, outputs=its),
+            )
+        )
+        own = torch.eye(len(weight)) if its is None else its
+        left = [((own.double() @ each @ hessian.double()) * each).sum().item() for each in (ours, plain)]
+        assert left[0] / left[1] == pytest.approx(math.prod(sides), rel=0.25)
+        sides = sides[0], trellis.left(outputs, scales.svh, decoding.block, trellis.OUTPUT_DAMPING)
+    assert trellis.left(torch.zeros(96, 96), torch.ones(96), 32, 0.03) == 1
+    assert trellis.left(torch.eye(96), torch.ones(96), 32, 0.03) == pytest.approx(1)
 
 
 def test_outputs_that_cost_alike():
