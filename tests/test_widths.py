@@ -291,14 +291,16 @@ def test_widths_for_a_text(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_model_on_the_cpu_goes_through_the_gpu(monkeypatch):
+@pytest.mark.parametrize(("codebook", "method"), [("optimal", None), ("trellis", None), ("trellis", "feedback")])
+def test_a_model_on_the_cpu_goes_through_the_gpu(codebook, method, monkeypatch):
     # Generators of devices give different numbers.
     monkeypatch.setattr(widths, "draw", lambda probabilities, generator: probabilities.argmax(-1, keepdim=True))
-    model = llama()
+    model, how = llama(), {"window": 64, "method": method}
+    config = KbitConfig(bits=2, codebook=codebook)
     weights = {name: tensor.data_ptr() for name, tensor in model.named_parameters()}
-    found = measure(model, TOKENS, KbitConfig(bits=2), window=64, device="cuda")
+    found = measure(model, TOKENS, config, device="cuda", **how)
     assert {name: tensor.data_ptr() for name, tensor in model.named_parameters()} == weights  # put back, not copied
-    expected = measure(model, TOKENS, KbitConfig(bits=2), window=64, device="cpu")
+    expected = measure(model, TOKENS, config, device="cpu", **how)
     for name, layer in found.items():
         assert layer.costs == pytest.approx(expected[name].costs, rel=1e-2, abs=1e-4), name
 

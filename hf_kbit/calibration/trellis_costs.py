@@ -21,7 +21,7 @@ class TrellisCosts:
     """Of one layer, or of all experts of a projection, for a weight ``[N, K]`` or ``[E, N, K]``.
 
     Rotations leave errors of variance 1 alike, and scales of both sides multiply them, whatever the width. So nothing
-    is encoded, which would take minutes. ``feedback``: whether ``trellis.solve`` will take the rest off.
+    is encoded, which would take minutes. ``feedback``: whether ``trellis.solve`` is to follow, which takes most off.
     """
 
     def __init__(self, weight: torch.Tensor, config: KbitConfig, feedback: bool):
