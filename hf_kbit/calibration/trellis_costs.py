@@ -30,7 +30,7 @@ class TrellisCosts:
         rows, columns = (torch.stack([getattr(each, of).float() for each in found]) for of in ("svh", "suh"))
         *_, n, k = weight.shape
         self.rows, self.columns, self.total = rows[:, :n].square(), columns[:, :k].square(), 0.0
-        self.widths = config.widths
+        self.widths, self.feedback = config.widths, feedback
         self.inputs = _Side(k, columns, decoding.block) if feedback else None
         # Experts have no feedback along outputs.
         self.outputs = _Side(n, rows, decoding.block) if feedback and weight.ndim == 2 else None
