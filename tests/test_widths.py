@@ -138,13 +138,8 @@ def test_costs_of_trellises_are_those_of_encoded_ones(name, monkeypatch):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_costs_that_feedback_leaves(name, monkeypatch):
     """Of trellises alone: less of each width, by what the moments of a layer's sides say, and of experts' inputs."""
-    model, ids, trellis = (
-        BY_NAME[name].build().eval(),
-        torch.arange(30) * 7 % 90,
-        KbitConfig(bits=2, codebook="trellis"),
-    )
-    moments, given = {}, {}
-    left = trellis_costs.trellis.left
+    model, ids, moments, given = BY_NAME[name].build().eval(), torch.arange(30) * 7 % 90, {}, {}
+    trellis, left = KbitConfig(bits=2, codebook="trellis"), trellis_costs.trellis.left
 
     def watched(hessian, scales, block, damping):
         moments[names[len(moments)]] = hessian

@@ -251,16 +251,16 @@ def _add(
     found = rows.square().sum(-1)
     own += found
     if name in moments:
-        rows = without_peaks(rows)
+        rows = without_peaks(rows, found)
         for block, part in zip(moments[name], rows.split(BLOCK, 1), strict=True):
             add_products(block, part, part)
 
 
-def without_peaks(rows: torch.Tensor) -> torch.Tensor:
-    """``[rows, N]`` of gradients ``[sequences, tokens, N]``, none of which is much longer than most."""
-    found = rows.square().sum(-1)
-    limit = MOST * torch.quantile(found[:, min(1, found.shape[1] - 1) :], QUANTILE)
-    return (rows * torch.where(found > limit, limit / found, 1.0).sqrt()[..., None]).flatten(0, -2)
+def without_peaks(rows: torch.Tensor, squares: torch.Tensor) -> torch.Tensor:
+    """``[rows, N]`` of gradients ``[sequences, tokens, N]``, none of which is much longer than most; ``squares`` are
+    those of their lengths."""
+    limit = MOST * torch.quantile(squares[:, min(1, squares.shape[1] - 1) :], QUANTILE)
+    return (rows * torch.where(squares > limit, limit / squares, 1.0).sqrt()[..., None]).flatten(0, -2)
 
 
 def _weights(squares: list[torch.Tensor]) -> list[torch.Tensor] | None:

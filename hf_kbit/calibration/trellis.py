@@ -67,7 +67,7 @@ def solve(
     if scales.lost:
         raise ValueError(f"{name}: {scales.lost}; leave the layer in 16 bits")
     scales = scales.times(best_factor(weight, decoding, scales))
-    order, places, root = _in_turn(hessian, scales.suh, decoding.block, DAMPING)
+    order, places, root = _in_turn(_turned(hessian, scales.suh, decoding.block), DAMPING)
     trellis, svh = [], []
     step = ROWS if outputs is None else len(scales.svh)
     for start in range(0, len(weight), step):
@@ -76,7 +76,7 @@ def solve(
         if outputs is None:
             codes = _encoded(columns, root, decoding.bits)
         else:
-            down, below, by_outputs = _in_turn(outputs, own, decoding.block, OUTPUT_DAMPING)
+            down, below, by_outputs = _in_turn(_turned(outputs, own, decoding.block), OUTPUT_DAMPING)
             codes = _encoded_on_both_sides(columns[below], root, by_outputs, decoding.bits)
             codes = torch.empty_like(codes).index_copy_(1, down, codes)
         codes = torch.empty_like(codes).index_copy_(0, order, codes)
@@ -88,12 +88,9 @@ def solve(
     return Packed(dict(zip(decoding.names, tensors, strict=True)), decoding)
 
 
-def _in_turn(
-    hessian: torch.Tensor, scales: torch.Tensor, block: int, damping: float
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of one side: the order of its tiles, that of its features, and U with ``U.T @ U`` the inverse of the Hessian in
-    that order."""
-    turned = _turned(hessian, scales, block)
+def _in_turn(turned: torch.Tensor, damping: float) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of one side, by its Hessian between the rotations: the order of its tiles, that of its features, and U with
+    ``U.T @ U`` the inverse of the Hessian in that order."""
     order = turned.diagonal().view(-1, TILE).sum(1).sort(descending=True, stable=True).indices
     places = (order[:, None] * TILE + torch.arange(TILE, device=order.device)).flatten()
     return order, places, inverse_root(turned[places][:, places], damping_of(turned, damping))
@@ -106,7 +103,7 @@ def left(hessian: torch.Tensor, scales: torch.Tensor, block: int, damping: float
     is as the mean of its diagonal without feedback. Here D is that of tiles, in which there is none.
     """
     turned = _turned(hessian, scales, block)
-    *_, root = _in_turn(hessian, scales, block, damping)
+    *_, root = _in_turn(turned, damping)
     tiles = root.view(len(root) // TILE, TILE, -1, TILE).diagonal(dim1=0, dim2=2).movedim(-1, 0)
     kept = torch.linalg.inv(tiles).square().sum() / len(root)
     return (kept / (turned.diagonal().mean() + damping_of(turned, damping))).item()

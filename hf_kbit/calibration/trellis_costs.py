@@ -45,7 +45,8 @@ class TrellisCosts:
         if self.inputs:
             self.inputs.add(x.flatten(0, -2))
         if self.outputs:
-            self.outputs.add(without_peaks(gradient.float()))
+            gradient = gradient.float()
+            self.outputs.add(without_peaks(gradient, gradient.square().sum(-1)))
 
     def of_widths(self) -> dict[int, float]:
         """In nats, for all of the tokens; NaN or infinite where gradients are."""
