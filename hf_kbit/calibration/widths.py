@@ -126,8 +126,9 @@ def measure(
     weight's error with the Fisher matrix, of which the diagonal is taken: half the sum of the squares of each weight's
     error times the gradient of the logarithms of the probabilities of tokens that are drawn as the model predicts
     them, one for each place of a window. One backward pass gives that for all layers. Errors of a trellis are those of
-    Gaussian weights, or what feedback leaves of them, if that is the ``method`` to follow. A projection of experts is
-    one layer: an expert that no token goes to adds nothing to its costs.
+    Gaussian weights, or what feedback leaves of them, if that is the ``method`` to follow; then first tokens of
+    windows are left out. A projection of experts is one layer: an expert that no token goes to adds nothing to its
+    costs.
     """
     if method not in (None, *METHODS):
         raise ValueError(f"method: found {method!r}, expected None or one of {sorted(METHODS)}")
