@@ -2,6 +2,7 @@
 
 import time
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least
 from hf_kbit.cli.output import line
 
 MXFP4 = "mxfp4"
-MOST = 8e9  # weights that are calibrated by feedback where nobody asked for it: some ten minutes on an H200
+MOST = 8e9  # weights that get feedback, or by it a trellis, where nobody asked: a quarter of an hour on an H200
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was quantized, if any was"
 
 
@@ -37,10 +38,11 @@ def add_options(parser: ArgumentParser) -> None:
     )
     add(parser, "--embedding-bits", about, type=int)
     about = (
-        "Codebook, the levels that weights are rounded to: optimal, normal_float, int, fp4 or trellis. The last takes "
-        "longer and is better."
+        "Codebook, the levels that weights are rounded to: optimal, normal_float, int, fp4 or trellis. The last loses "
+        "less, and takes longer. Default: trellis for fewer than 4 bits by feedback, on a GPU that has kernels for it "
+        f"and for up to {MOST / 1e9:.0f} billion weights; else optimal."
     )
-    add(parser, "--codebook", about, default="optimal")
+    add(parser, "--codebook", about)
     about = "Inputs of quantized layers whenever the saved model runs: int8 rounds them to 8 bits. Default: 16 bits."
     add(parser, "--inputs", about, choices=("int8",))
     about = "Name or pattern of layers to leave in 16 bits. Can be given several times. Default: none."
@@ -112,14 +114,14 @@ def command(given: Namespace) -> None:
     from hf_kbit.cli.folder import claim
     from hf_kbit.integrations.transformers.cards import model_card
     from hf_kbit.integrations.transformers.conversions import packed_away
-    from hf_kbit.plan.config import KbitConfig
+    from hf_kbit.plan.config import TRELLIS, KbitConfig
     from hf_kbit.plan.memory import parse_size
 
     start = time.monotonic()
     device, out = options.resolve_device(given.device), given.out
     config = KbitConfig(
         bits=4 if given.bits is None else given.bits,
-        codebook=given.codebook,
+        codebook=given.codebook or "optimal",
         modules_to_not_convert=given.skip,
         embedding_bits=given.embedding_bits,
         inputs=given.inputs,
@@ -153,11 +155,14 @@ def command(given: Namespace) -> None:
             }
             if unasked and not _gains(quantized, tokenizer, config, device):
                 unasked = calibrate = False
-            method = given.method or "feedback"
+            method, few = given.method or "feedback", sum(x.numel() for x in quantized.parameters()) <= MOST
             if unasked and not (given.method or given.tune or text is not None):
-                many = sum(x.numel() for x in quantized.parameters()) > MOST
-                method = "weighted" if many or device == "cpu" else method
+                method = method if few and device != "cpu" else "weighted"
                 line("with data", f"by {method}, as bits are few; --no-calibrate is quicker, and loses more")
+            by_feedback = calibrate and method == "feedback" and few
+            if given.codebook is None and config.bits < 4 and by_feedback and _multiplies_trellises(quantized, device):
+                config = replace(config, codebook=TRELLIS)
+                line("a trellis", "as bits are few; --codebook optimal takes less time for a token, and loses more")
             settings |= {"calibrate": calibrate, "method": method, "resume": output.layers if calibrate else None}
             try:
                 quantize_model(quantized, config, data=text, device=device, report=line, **settings)
@@ -217,6 +222,16 @@ def _check(given: Namespace, found: str, needs_dense: bool) -> None:
         )
     if not needs_dense and (given.text or given.dataset):
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
+
+
+def _multiplies_trellises(model, device: str) -> bool:
+    """Whether the GPU has kernels that read trellises: where it has none, each product decodes a whole weight."""
+    import torch
+
+    from hf_kbit.ops import native
+
+    is_half = model.dtype in (torch.float16, torch.bfloat16)
+    return device.startswith("cuda") and is_half and native.cuda_arch(torch.device(device)) >= 800
 
 
 def _gains(model, tokenizer, config, device: str) -> bool:

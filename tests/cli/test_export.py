@@ -33,6 +33,6 @@ def test_what_came_from_exllamav3_goes_back(name, tmp_path):
 def test_what_exllamav3_cannot_load_is_refused(tmp_path):
     model = AutoModelForCausalLM.from_pretrained(DATA / "llama").dequantize()
     model.save_pretrained(tmp_path / "dense")
-    succeed("quantize", str(tmp_path / "dense"), str(tmp_path / "scalar"), "--bits", "3")
+    succeed("quantize", str(tmp_path / "dense"), str(tmp_path / "scalar"))
     assert "no layer with a trellis" in refuse("export", "exl3", str(tmp_path / "scalar"), str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()

@@ -36,6 +36,7 @@ from hf_kbit.cli import beside
 from hf_kbit.cli.folder import UNFINISHED, claim
 from hf_kbit.files.finished import Finished
 from hf_kbit.nn.weight import packed_layers
+from hf_kbit.ops import native
 from hf_kbit.plan import memory
 from tests import gpt_oss
 
@@ -84,10 +85,51 @@ def test_with_few_bits_data_is_taken_unasked(way, device, text, monkeypatch, tmp
     printed = quantize("dense", tmp_path / "out", *options, *(["--text", "rows.txt"] if way == "a text" else []))
     quick = way == "many weights" or (way, device) == ("few weights", "cpu")
     how = {"bits": 3, "method": "weighted" if quick else "feedback", "sequences": 3, "length": 40, "device": device}
+    how["codebook"] = "optimal" if quick or device == "cpu" else "trellis"
     hf_kbit.calibrate("dense", text if way == "a text" else None, **how).save_pretrained(tmp_path / "expected")
     assert same(stored(tmp_path / "out"), stored(tmp_path / "expected"))
     said = f"with data     by {how['method']}, as bits are few; --no-calibrate is quicker"
     assert (said in printed) == (way != "a text")
+
+
+@pytest.mark.parametrize(
+    ("options", "codebook"),
+    [
+        (("--bits", 2, "--text", "rows.txt"), "trellis"),
+        (("--bits", 2.5, "--calibrate"), "trellis"),
+        (("--bits", 3, "--calibrate", "--codebook", "optimal"), "optimal"),
+        (("--bits", 3, "--calibrate", "--method", "weighted"), "optimal"),
+        (("--bits", 3, "--no-calibrate"), "optimal"),
+        (("--bits", 4, "--calibrate"), "optimal"),
+    ],
+)
+@pytest.mark.parametrize("many", [False, True])
+def test_few_bits_are_a_trellis_by_feedback(options, codebook, many, device, monkeypatch, tmp_path):
+    """Where a GPU has kernels for it, unless there are many weights or a codebook is named; it is said before."""
+    if device == "cpu":
+        monkeypatch.setattr(cli.quantize, "_multiplies_trellises", lambda *_: True)
+    monkeypatch.setattr(cli.quantize, "MOST", 10 if many else 1e9)
+    amount = () if "--no-calibrate" in options else ("--sequences", 2, "--length", 32)
+    printed = quantize("dense", tmp_path / "out", *options, *amount, "--device", device)
+    expected = "optimal" if many else codebook
+    assert AutoConfig.from_pretrained(tmp_path / "out").quantization_config["codebook"] == expected
+    said = "a trellis     as bits are few; --codebook optimal takes less time for a token, and loses more"
+    assert (said in printed) == (expected == "trellis")
+
+
+def test_where_trellises_have_kernels(monkeypatch):
+    """On GPUs of compute capability 8.0 and newer with hf_kbit's library, for models in 16 bits."""
+    multiplied = cli.quantize._multiplies_trellises
+    for arch, dtype, device, has in (
+        (900, torch.bfloat16, "cuda:1", True),
+        (800, torch.float16, "cuda", True),
+        (750, torch.float16, "cuda", False),
+        (0, torch.bfloat16, "cuda", False),
+        (900, torch.float32, "cuda", False),
+        (900, torch.bfloat16, "cpu", False),
+    ):
+        monkeypatch.setattr(native, "cuda_arch", lambda device, arch=arch: arch)
+        assert multiplied(SimpleNamespace(dtype=dtype), device) == has
 
 
 def test_what_few_bits_are_without_data(monkeypatch, tmp_path):
