@@ -142,7 +142,10 @@ def command(given: Namespace) -> None:
                 form = quantized_before.upper()
                 line("decoding", f"from {form}, whose errors stay: of an original in 16 bits less would be lost")
             quantized, tokenizer = load(given.model, **how), find_tokenizer()
+            if unasked and not _gains(quantized, tokenizer, config, device):
+                unasked = calibrate = False
             settings = {
+                "calibrate": calibrate,
                 "tokenizer": tokenizer,
                 "sequences": given.sequences,
                 "length": given.length,
@@ -153,17 +156,14 @@ def command(given: Namespace) -> None:
                 "tune_whole": given.tune_whole,
                 "batch": given.batch,
             }
-            if unasked and not _gains(quantized, tokenizer, config, device):
-                unasked = calibrate = False
-            method, few = given.method or "feedback", sum(x.numel() for x in quantized.parameters()) <= MOST
-            if unasked and not (given.method or given.tune or text is not None):
-                method = method if few and device != "cpu" else "weighted"
-                line("with data", f"by {method}, as bits are few; --no-calibrate is quicker, and loses more")
-            by_feedback = calibrate and method == "feedback" and few
-            if given.codebook is None and config.bits < 4 and by_feedback and _multiplies_trellises(quantized, device):
-                config = replace(config, codebook=TRELLIS)
-                line("a trellis", "as bits are few; --codebook optimal takes less time for a token, and loses more")
-            settings |= {"calibrate": calibrate, "method": method, "resume": output.layers if calibrate else None}
+            if calibrate:
+                few = sum(x.numel() for x in quantized.parameters()) <= MOST
+                method = _method(given, text, few, device)
+                to_few_bits = config.bits < 4 and method == "feedback" and few
+                if given.codebook is None and to_few_bits and _multiplies_trellises(quantized, device):
+                    config = replace(config, codebook=TRELLIS)
+                    line("a trellis", "as bits are few; --codebook optimal makes a quicker model, which loses more")
+                settings |= {"method": method, "resume": output.layers}
             try:
                 quantize_model(quantized, config, data=text, device=device, report=line, **settings)
             except ValueError as error:
@@ -187,12 +187,7 @@ def command(given: Namespace) -> None:
     saved = sum(file.stat().st_size for file in out.glob("*.safetensors"))
     line("saved", f"{out}: {saved / 1e6:,.3g} MB, after {time.monotonic() - start:,.0f} s")
     if given.push_to_hub is not None:
-        from huggingface_hub import create_repo, file_exists, upload_folder
-
-        repository = create_repo(given.push_to_hub, exist_ok=True).repo_id
-        kept = ["README.md"] if file_exists(repository, "README.md") else []  # a card that somebody has written
-        upload_folder(repo_id=repository, folder_path=out, ignore_patterns=kept)
-        line("uploaded", repository)
+        _upload(out, given.push_to_hub)
 
 
 def _quantized(given: Namespace) -> str:
@@ -224,6 +219,23 @@ def _check(given: Namespace, found: str, needs_dense: bool) -> None:
         raise ValueError("--text: found data, but neither --calibrate nor mixed widths need it")
 
 
+def _gains(model, tokenizer, config, device: str) -> bool:
+    """Whether data is of use where nobody asked for it: the model reads tokens and can be given a text, and on a CPU
+    it gets levels, as feedback for a trellis takes hours there."""
+    from hf_kbit.calibration import stream
+
+    return stream.reads_tokens(model) and tokenizer is not None and (device != "cpu" or config.codebook != "trellis")
+
+
+def _method(given: Namespace, text: str | None, few: bool, device: str) -> str:
+    """How weights are chosen with data: the quick way where nothing was asked for and the better one takes long."""
+    if given.method or given.calibrate or given.tune or text is not None:
+        return given.method or "feedback"
+    method = "feedback" if few and device != "cpu" else "weighted"
+    line("with data", f"by {method}, as bits are few; --no-calibrate is quicker, and loses more")
+    return method
+
+
 def _multiplies_trellises(model, device: str) -> bool:
     """Whether the GPU has kernels that read trellises: where it has none, each product decodes a whole weight."""
     import torch
@@ -234,9 +246,10 @@ def _multiplies_trellises(model, device: str) -> bool:
     return device.startswith("cuda") and is_half and native.cuda_arch(torch.device(device)) >= 800
 
 
-def _gains(model, tokenizer, config, device: str) -> bool:
-    """Whether data is of use where nobody asked for it: the model reads tokens and can be given a text, and on a CPU
-    it gets levels, as feedback for a trellis takes hours there."""
-    from hf_kbit.calibration import stream
+def _upload(folder: Path, name: str) -> None:
+    from huggingface_hub import create_repo, file_exists, upload_folder
 
-    return stream.reads_tokens(model) and tokenizer is not None and (device != "cpu" or config.codebook != "trellis")
+    repository = create_repo(name, exist_ok=True).repo_id
+    kept = ["README.md"] if file_exists(repository, "README.md") else []  # a card that somebody has written
+    upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=kept)
+    line("uploaded", repository)

@@ -113,7 +113,7 @@ def test_few_bits_are_a_trellis_by_feedback(options, codebook, many, device, mon
     printed = quantize("dense", tmp_path / "out", *options, *amount, "--device", device)
     expected = "optimal" if many else codebook
     assert AutoConfig.from_pretrained(tmp_path / "out").quantization_config["codebook"] == expected
-    said = "a trellis     as bits are few; --codebook optimal takes less time for a token, and loses more"
+    said = "a trellis     as bits are few; --codebook optimal makes a quicker model, which loses more"
     assert (said in printed) == (expected == "trellis")
 
 
