@@ -144,7 +144,12 @@ def test_help_has_the_figures_and_names_of_the_code():
     assert set(re.split(", | or ", names)) == {*codebooks.NAMED, TRELLIS}
     config = hf_kbit.KbitConfig()
     for command, name, default in [
-        ("quantize", "codebook", config.codebook),
+        (
+            "quantize",
+            "codebook",
+            f"{TRELLIS} for fewer than 4 bits by feedback, on a GPU that has kernels for it and for up to "
+            f"{cli.quantize.MOST / 1e9:.0f} billion weights; else {config.codebook}",
+        ),
         ("eval", "codebook", config.codebook),
         ("eval", "scale", config.scale),
         ("quantize", "bits", config.bits),
