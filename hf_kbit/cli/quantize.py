@@ -11,7 +11,7 @@ from hf_kbit.cli.options import add, add_device, add_loading, add_text, at_least
 from hf_kbit.cli.output import line
 
 MXFP4 = "mxfp4"
-MOST = 8e9  # weights that get feedback, or by it a trellis, where nobody asked: a quarter of an hour on an H200
+MOST = 8e9  # weights that get feedback, or a trellis, where nobody asked: some 15 minutes on an H200, by estimate
 INTERRUPTED = "interrupted; the same command goes on after the last layer that was quantized, if any was"
 
 
@@ -108,12 +108,15 @@ def command(given: Namespace) -> None:
     model cannot write or the method is weighted. If it is interrupted, the same command goes on after the last layer
     that was finished.
     """
+    import torch
+
     from hf_kbit.calibration.data import tokenizer_of
     from hf_kbit.calibration.loading import FP8, GGUF, load
     from hf_kbit.calibration.post_training import quantize_model
     from hf_kbit.cli.folder import claim
     from hf_kbit.integrations.transformers.cards import model_card
     from hf_kbit.integrations.transformers.conversions import packed_away
+    from hf_kbit.ops.trellis import has_kernels
     from hf_kbit.plan.config import TRELLIS, KbitConfig
     from hf_kbit.plan.memory import parse_size
 
@@ -121,7 +124,7 @@ def command(given: Namespace) -> None:
     device, out = options.resolve_device(given.device), given.out
     config = KbitConfig(
         bits=4 if given.bits is None else given.bits,
-        codebook=given.codebook or "optimal",
+        codebook=given.codebook or KbitConfig.codebook,
         modules_to_not_convert=given.skip,
         embedding_bits=given.embedding_bits,
         inputs=given.inputs,
@@ -160,7 +163,7 @@ def command(given: Namespace) -> None:
                 few = sum(x.numel() for x in quantized.parameters()) <= MOST
                 method = _method(given, text, few, device)
                 to_few_bits = config.bits < 4 and method == "feedback" and few
-                if given.codebook is None and to_few_bits and _multiplies_trellises(quantized, device):
+                if given.codebook is None and to_few_bits and has_kernels(torch.device(device), quantized.dtype):
                     config = replace(config, codebook=TRELLIS)
                     line("a trellis", "as bits are few; --codebook optimal makes a quicker model, which loses more")
                 settings |= {"method": method, "resume": output.layers}
@@ -234,16 +237,6 @@ def _method(given: Namespace, text: str | None, few: bool, device: str) -> str:
     method = "feedback" if few and device != "cpu" else "weighted"
     line("with data", f"by {method}, as bits are few; --no-calibrate is quicker, and loses more")
     return method
-
-
-def _multiplies_trellises(model, device: str) -> bool:
-    """Whether the GPU has kernels that read trellises: where it has none, each product decodes a whole weight."""
-    import torch
-
-    from hf_kbit.ops import native
-
-    is_half = model.dtype in (torch.float16, torch.bfloat16)
-    return device.startswith("cuda") and is_half and native.cuda_arch(torch.device(device)) >= 800
 
 
 def _upload(folder: Path, name: str) -> None:

@@ -82,7 +82,7 @@ def _check_can_multiply(x: torch.Tensor, shape: Sequence[int], code: str) -> Non
     if not native.batch_invariant:
         return
     if x.is_cuda:
-        fits = code == "mul1" and shape[1] <= MOST_IN_WHOLE_NUMBERS and _is_half_on_gpu(x)
+        fits = code == "mul1" and shape[1] <= MOST_IN_WHOLE_NUMBERS and has_kernels(x.device, x.dtype)
     else:
         fits = x.is_cpu and x.dtype != torch.float64 and native.library("cpu").loaded
     if not fits:
@@ -150,18 +150,19 @@ LIBRARY.define(
 )
 
 
-def _is_half_on_gpu(x: torch.Tensor) -> bool:
-    return x.is_cuda and x.dtype in (torch.float16, torch.bfloat16) and native.cuda_arch(x.device) >= 800
+def has_kernels(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a GPU has kernels for products of such inputs: without, each product decodes a whole weight."""
+    return device.type == "cuda" and dtype in (torch.float16, torch.bfloat16) and native.cuda_arch(device) >= 800
 
 
 def _shares_tiles(x: torch.Tensor) -> bool:
     """Whether Hopper's kernels multiply x, which decode in registers for many rows."""
-    return _is_half_on_gpu(x) and native.many_trellis_tokens(x.device) > 0 and not native.batch_invariant
+    return has_kernels(x.device, x.dtype) and native.many_trellis_tokens(x.device) > 0 and not native.batch_invariant
 
 
 def _makes_dense(x: torch.Tensor, suh: torch.Tensor, svh: torch.Tensor, block: int) -> bool:
     """Whether ``dense_trellis`` makes the weight itself for a product of x."""
-    return _is_half_on_gpu(x) and block == 128 and not suh.shape[-1] % 128 and not svh.shape[-1] % 128
+    return has_kernels(x.device, x.dtype) and block == 128 and not suh.shape[-1] % 128 and not svh.shape[-1] % 128
 
 
 # --- decoding -------------------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def _by_a_kernel(x, rows, offsets, words, suh, svh, shape, code: str, block: int
     """``[R, N]`` by a kernel for rows of all experts, or None. Few rows are products by themselves, which read the
     weights that they have; more share tiles of one expert."""
     tokens, width = len(x if rows is None else rows), shape[1]
-    if tokens == 0 or not _is_half_on_gpu(x):
+    if tokens == 0 or not has_kernels(x.device, x.dtype):
         return None
     words, suh, svh = _with_groups(words, suh, svh)
     count, groups = words.shape[:2]

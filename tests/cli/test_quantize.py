@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 from collections import Counter
+from itertools import chain, repeat
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -36,7 +37,6 @@ from hf_kbit.cli import beside
 from hf_kbit.cli.folder import UNFINISHED, claim
 from hf_kbit.files.finished import Finished
 from hf_kbit.nn.weight import packed_layers
-from hf_kbit.ops import native
 from hf_kbit.plan import memory
 from tests import gpt_oss
 
@@ -106,8 +106,9 @@ def test_with_few_bits_data_is_taken_unasked(way, device, text, monkeypatch, tmp
 @pytest.mark.parametrize("many", [False, True])
 def test_few_bits_are_a_trellis_by_feedback(options, codebook, many, device, monkeypatch, tmp_path):
     """Where a GPU has kernels for it, unless there are many weights or a codebook is named; it is said before."""
-    if device == "cpu":
-        monkeypatch.setattr(cli.quantize, "_multiplies_trellises", lambda *_: True)
+    if device == "cpu":  # as if it were such a GPU when the command asks, and none when products do
+        answers = chain([True], repeat(False))
+        monkeypatch.setattr("hf_kbit.ops.trellis.has_kernels", lambda *_: next(answers))
     monkeypatch.setattr(cli.quantize, "MOST", 10 if many else 1e9)
     amount = () if "--no-calibrate" in options else ("--sequences", 2, "--length", 32)
     printed = quantize("dense", tmp_path / "out", *options, *amount, "--device", device)
@@ -115,21 +116,6 @@ def test_few_bits_are_a_trellis_by_feedback(options, codebook, many, device, mon
     assert AutoConfig.from_pretrained(tmp_path / "out").quantization_config["codebook"] == expected
     said = "a trellis     as bits are few; --codebook optimal makes a quicker model, which loses more"
     assert (said in printed) == (expected == "trellis")
-
-
-def test_where_trellises_have_kernels(monkeypatch):
-    """On GPUs of compute capability 8.0 and newer with hf_kbit's library, for models in 16 bits."""
-    multiplied = cli.quantize._multiplies_trellises
-    for arch, dtype, device, has in (
-        (900, torch.bfloat16, "cuda:1", True),
-        (800, torch.float16, "cuda", True),
-        (750, torch.float16, "cuda", False),
-        (0, torch.bfloat16, "cuda", False),
-        (900, torch.float32, "cuda", False),
-        (900, torch.bfloat16, "cpu", False),
-    ):
-        monkeypatch.setattr(native, "cuda_arch", lambda device, arch=arch: arch)
-        assert multiplied(SimpleNamespace(dtype=dtype), device) == has
 
 
 def test_what_few_bits_are_without_data(monkeypatch, tmp_path):

@@ -342,3 +342,17 @@ def test_rows_of_stacked_matrices():
     assert torch.equal(first.dequantize(), dense[:, :64]) and torch.equal(second.dequantize(), dense[:, 64:])
     assert torch.equal(torch.cat([first, second], 1).dequantize(), dense)
     assert torch.equal(packed[2].dequantize(), dense[2]) and torch.equal(packed[1:3].dequantize(), dense[1:3])
+
+
+def test_where_kernels_are(monkeypatch):
+    """On GPUs of compute capability 8.0 and newer with the library, for inputs in 16 bits."""
+    for arch, dtype, device, has in (
+        (900, torch.bfloat16, "cuda:1", True),
+        (800, torch.float16, "cuda", True),
+        (750, torch.float16, "cuda", False),
+        (0, torch.bfloat16, "cuda", False),
+        (900, torch.float32, "cuda", False),
+        (900, torch.bfloat16, "cpu", False),
+    ):
+        monkeypatch.setattr(native, "cuda_arch", lambda device, arch=arch: arch)
+        assert ops.has_kernels(torch.device(device), dtype) == has
