@@ -35,8 +35,7 @@ class Solving:
             model, of trellises scales alone, a fifth of the steps, on its output; then scales, norms and biases of the
             whole model on how it predicted the next token in 16 bits. The bytes stay as many; what is gained on
             sequences that were held out is in the log and the model card. True: 1000 steps, or 200 on a CPU. Of the
-            data's sequences 128 at most are for the layers, of trellises 512 on a GPU. Causal language
-            models only.
+            data's sequences 128 at most are for the layers, of trellises 512 on a GPU. Causal language models only.
         tune_whole: whether ``tune`` trains the whole model too, for which there must be memory for it some six times
             in 16 bits, and for its activations. False: its layers alone.
         batch: sequences that go through a layer at a time. None: as many as have 16,384 tokens, or 8,192 on a CPU.
